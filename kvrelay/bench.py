@@ -11,7 +11,6 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import uvloop
 from rich.console import Console
@@ -31,14 +30,14 @@ from kvrelay.load.results import (
     write_result,
 )
 from kvrelay.load.sender import Progress
-from kvrelay.settings import build
+from kvrelay.settings import Values, build
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.versions import RELEASE
 
 __all__ = ["result_of", "run"]
 
 
-def run(values: dict[str, Any], console: Console) -> int:
+def run(values: Values, console: Console) -> int:
     """Run the command and return 1 if a request failed. Raises ConfigError, KvrelayError."""
     config = build(BenchConfig, values)
     path = Path(config.output)

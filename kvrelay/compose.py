@@ -23,10 +23,11 @@ from kvrelay.cluster_plan import (
     ClusterConfig,
     nodes_of,
 )
-from kvrelay.settings import build, flags_of
+from kvrelay.settings import Values, build, flags_of
 from kvrelay.wire.config import EngineConfig, NodeConfig
 from kvrelay.wire.config_checks import require
 from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.json_object import JsonObject
 
 __all__ = [
     "NOT_FOR_COMPOSE",
@@ -120,10 +121,10 @@ class ComposeConfig:
         return nodes_of(self.cluster, 0 if ids else cores, ids)
 
 
-def compose_of(config: ComposeConfig, cores: int = 0) -> dict[str, Any]:
+def compose_of(config: ComposeConfig, cores: int = 0) -> JsonObject:
     """Return the compose file; nodes on CPUs share `cores`, or 0 leaves each of them all."""
     nodes = config.nodes(cores)
-    services: dict[str, Any] = {}
+    services: JsonObject = {}
     if _shared(config):
         own = {"container_name": f"{config.name}-namespaces"}
         services["namespaces"] = _parts()["contained"] | _parts()["namespaces"] | own
@@ -135,7 +136,7 @@ def compose_of(config: ComposeConfig, cores: int = 0) -> dict[str, Any]:
         before |= dict.fromkeys(gpus, name)
     services["router"] = _router(config, [f"http://{name}:{_PORT}" for name, *_ in nodes])
     services |= _parts()["monitoring"]
-    volumes: dict[str, Any] = {name: {} for name in ("cache", "prometheus", "grafana")}
+    volumes: JsonObject = {name: {} for name in ("cache", "prometheus", "grafana")}
     return {
         "name": config.name,
         "services": services,
@@ -182,14 +183,14 @@ def _shared(config: ComposeConfig) -> dict[str, str]:
 
 
 @cache
-def _parts() -> dict[str, dict[str, Any]]:
+def _parts() -> dict[str, JsonObject]:
     text = Path(__file__).with_name("compose_parts.yaml").read_text("utf-8")
-    return cast(dict[str, dict[str, Any]], yaml.safe_load(text))
+    return cast(dict[str, JsonObject], yaml.safe_load(text))
 
 
 def _node(
     config: ComposeConfig, name: str, node: NodeConfig, visible: str, earlier: Sequence[str]
-) -> dict[str, Any]:
+) -> JsonObject:
     role, engine = node.role, replace(node.engine, device="cuda" if visible else "cpu")
     # The secret itself comes with the environment; without one nodes may not listen on more than
     # the loopback.
@@ -229,7 +230,7 @@ def _node(
     return service | _parts()["contained"]
 
 
-def _router(config: ComposeConfig, urls: Sequence[str]) -> dict[str, Any]:
+def _router(config: ComposeConfig, urls: Sequence[str]) -> JsonObject:
     cluster = config.cluster
     router = replace(
         cluster.router,
@@ -257,7 +258,7 @@ class _Plain(yaml.SafeDumper):
         return True
 
 
-def absolute(values: Mapping[str, object]) -> dict[str, object]:
+def absolute(values: Values) -> Values:
     found = dict(values)
     model = str(values.get("model", ""))
     if model.startswith((".", "~", "/")) or (model and Path(model).exists()):
@@ -275,7 +276,7 @@ def _path(text: str) -> str:
     return str(Path(text).expanduser().absolute())
 
 
-def write(values: Mapping[str, object], console: Console) -> int:
+def write(values: Values, console: Console) -> int:
     """Write all files into their folder, and say what to type next. Raises ConfigError."""
     config = build(ComposeConfig, absolute(values))
     folder = Path(config.output)

@@ -31,7 +31,7 @@ from kvrelay.help import GroupedCommand
 from kvrelay.load.config import BenchConfig
 from kvrelay.machine import check_node_extra, check_port, embedded_model
 from kvrelay.node.process import LOG_FORMAT, log_to_stderr, raise_file_limit
-from kvrelay.settings import CPU, Setting, build, merge, settings_of, without
+from kvrelay.settings import CPU, Setting, Values, build, merge, settings_of, without
 from kvrelay.wire.config import NodeConfig, RanksConfig, Role
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.router_config import RouterConfig
@@ -71,7 +71,7 @@ class ProfileConfig:
     """About how long, beside the start of the engine; 0: 120 on a GPU, 45 on a CPU."""
 
 
-def _serve_node(role: Role, values: dict[str, object]) -> int:
+def _serve_node(role: Role, values: Values) -> int:
     config = build(NodeConfig, _for_engine(values) | {"role": role})
     check_port(config.host, config.port)
     if config.engine.tensor_parallel_size > 1 and config.engine.tensor_parallel_address:
@@ -86,7 +86,7 @@ def _serve_node(role: Role, values: dict[str, object]) -> int:
     return run_node(config)
 
 
-def _serve_router(values: dict[str, object], again: Callable[[], dict[str, object]] | None) -> int:
+def _serve_router(values: Values, again: Callable[[], Values] | None) -> int:
     config = _router_config(values)
     port = _check_router(config)
     log_to_stderr("router", config.log_format)
@@ -122,7 +122,7 @@ def _check_router(config: RouterConfig) -> int:
     return port
 
 
-def _router_config(values: Mapping[str, object]) -> RouterConfig:
+def _router_config(values: Values) -> RouterConfig:
     config = build(RouterConfig, values)
     announced = config.heartbeat_port or config.kubernetes_selector
     if not (config.prefill and config.decode) and not announced:
@@ -133,7 +133,7 @@ def _router_config(values: Mapping[str, object]) -> RouterConfig:
     return config
 
 
-def _serve_ranks(values: dict[str, object]) -> int:
+def _serve_ranks(values: Values) -> int:
     config = build(RanksConfig, _for_engine(values))
     from kvrelay.paged_engine.rank_address import interface_towards
 
@@ -146,7 +146,7 @@ def _serve_ranks(values: dict[str, object]) -> int:
     return run_ranks(config)
 
 
-def _run_cluster(values: dict[str, object]) -> int:
+def _run_cluster(values: Values) -> int:
     # A cluster without a secret draws its own: no other node of this machine can join it.
     config = build(
         ClusterConfig, {"cluster_secret": secrets.token_urlsafe(32)} | _for_engine(values)
@@ -160,13 +160,13 @@ def _run_cluster(values: dict[str, object]) -> int:
     return up(config)
 
 
-def _write_compose(values: dict[str, object]) -> int:
+def _write_compose(values: Values) -> int:
     from kvrelay.compose import write
 
     return write(values, Console(highlight=False, soft_wrap=True))
 
 
-def _run_bench(values: dict[str, object]) -> int:
+def _run_bench(values: Values) -> int:
     from kvrelay.bench import run as run_bench
 
     return run_bench(
@@ -174,7 +174,7 @@ def _run_bench(values: dict[str, object]) -> int:
     )
 
 
-def _run_profile(values: dict[str, object]) -> int:
+def _run_profile(values: Values) -> int:
     from kvrelay.profile import run
 
     config = build(ProfileConfig, _for_engine(values))
@@ -183,7 +183,7 @@ def _run_profile(values: dict[str, object]) -> int:
     return run(node, Path(config.out), config.seconds, console)
 
 
-def _for_engine(values: dict[str, object]) -> dict[str, object]:
+def _for_engine(values: Values) -> Values:
     check_node_extra()
     return values if values.get("model") else values | {"model": str(embedded_model())}
 
@@ -213,7 +213,7 @@ def _add(
         file = given.pop("config")
         flags = _given_settings(given)
 
-        def read() -> dict[str, object]:
+        def read() -> Values:
             return merge(known, flags, file)
 
         return run(read(), read if file else None) if reloads else run(read())
@@ -233,7 +233,7 @@ def _add(
     app.command(name, cls=GroupedCommand)(command)
 
 
-def _given_settings(typed: dict[str, Any]) -> dict[str, object]:
+def _given_settings(typed: dict[str, Any]) -> Values:
     if (model := typed.pop(_MODEL_ARGUMENT, None)) is not None:
         if typed["model"] not in (None, model):
             raise ConfigError(

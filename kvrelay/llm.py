@@ -20,6 +20,7 @@ from kvrelay.openai_api.types import CompletionRequest, SamplingFields
 from kvrelay.settings import build, convert, nearest, settings_of
 from kvrelay.wire.config import NodeConfig, Role
 from kvrelay.wire.errors import ConfigError, KvrelayError, RequestError
+from kvrelay.wire.json_object import JsonObject
 from kvrelay.wire.sampling import SamplingDefaults
 
 if TYPE_CHECKING:
@@ -123,12 +124,12 @@ class LLM:
         return self._wait(self._answers(asked, sampling_params))
 
     async def _answers(
-        self, asked: Sequence[dict[str, Any]], params: SamplingParams | None
+        self, asked: Sequence[JsonObject], params: SamplingParams | None
     ) -> list[RequestOutput]:
         common = {"model": self._offline.serving.model_name} | (params.fields if params else {})
         seats = asyncio.Semaphore(_MAX_AT_ONCE)
 
-        async def one(body: dict[str, Any]) -> RequestOutput:
+        async def one(body: JsonObject) -> RequestOutput:
             async with seats:
                 made, _ = await self._offline.run("messages" in body, msgspec.json.encode(body))
             return _output(body.get("prompt"), made[0])

@@ -28,10 +28,12 @@ import yaml
 
 from kvrelay.flag_names import VALUES, answer_for
 from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.json_object import JsonObject
 
 __all__ = [
     "CPU",
     "Setting",
+    "Values",
     "build",
     "convert",
     "flags_of",
@@ -43,13 +45,16 @@ __all__ = [
 ]
 
 _Config = TypeVar("_Config")
+
+Values = dict[str, object]
+"""Values of settings, by name."""
 _KINDS: dict[object, str] = {
     str: "text",
     int: "a whole number",
     float: "a number",
     bool: "true or false",
     tuple[str, ...]: "a list of texts",
-    dict[str, Any]: "a JSON object",
+    JsonObject: "a JSON object",
 }
 _IN_UNITS = re.compile(
     r"(?P<number>\d{1,20}(?:\.\d{1,20})?) ?(?P<unit>[kmgt])(?P<binary>i?)(?P<bytes>b?)",
@@ -183,7 +188,7 @@ def _converted(kind: Any, raw: Any) -> object:
             raw = float(raw)
         elif kind is int:
             raw = _whole(raw)
-        elif kind == dict[str, Any]:
+        elif kind == JsonObject:
             raw = json.loads(raw)
         elif kind == tuple[str, ...]:
             raw = [raw]
@@ -237,7 +242,7 @@ def _item(config: type, raw: object, where: str) -> object:
     return build(config, values)
 
 
-def read_file(path: str, known: Mapping[str, Setting]) -> dict[str, object]:
+def read_file(path: str, known: Mapping[str, Setting]) -> Values:
     """Return the settings of a YAML file in kebab-case or snake_case. Raises ConfigError."""
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -259,10 +264,8 @@ def read_file(path: str, known: Mapping[str, Setting]) -> dict[str, object]:
     return _mapping(content, known, path)
 
 
-def _mapping(
-    content: Mapping[object, object], known: Mapping[str, Setting], source: str
-) -> dict[str, object]:
-    values: dict[str, object] = {}
+def _mapping(content: Mapping[object, object], known: Mapping[str, Setting], source: str) -> Values:
+    values: Values = {}
     for key, raw in content.items():
         name = str(key).replace("-", "_")
         if name not in known:
@@ -273,9 +276,7 @@ def _mapping(
     return values
 
 
-def merge(
-    known: Mapping[str, Setting], flags: Mapping[str, object], file: str | None
-) -> dict[str, object]:
+def merge(known: Mapping[str, Setting], flags: Mapping[str, object], file: str | None) -> Values:
     """Return the values of a config file, overruled by the flags that are not None.
 
     Raises ConfigError.
@@ -290,7 +291,7 @@ def merge(
     return from_file | _in_full(typed, "--cpu", "--device")
 
 
-def _in_full(values: dict[str, object], cpu: str, device: str) -> dict[str, object]:
+def _in_full(values: Values, cpu: str, device: str) -> Values:
     if values.pop("cpu", False) and values.setdefault("device", "cpu") != "cpu":
         raise ConfigError(
             f"{cpu} and {device} {values['device']} contradict each other; leave one of them out"

@@ -20,7 +20,7 @@ from kvrelay.load.workloads import (
     agents_of,
     lengths_of,
 )
-from kvrelay.wire.config_checks import base_url, check_fields, require
+from kvrelay.wire.config_checks import Count, Some, base_url, check_fields, require
 
 __all__ = ["BenchConfig"]
 
@@ -61,9 +61,9 @@ class BenchConfig:
     """poisson, bursty, constant, or trace: the times of --trace, stretched to --rate if given."""
     variation: _Positive = 2.0
     """Standard deviation of the gaps of bursty arrivals, in means; 1 is poisson."""
-    concurrency: Annotated[int, Meta(ge=0)] = 0
+    concurrency: Count = 0
     """Clients that ask again when answered (closed loop); 1 with --requests alone."""
-    requests: Annotated[int, Meta(ge=0)] = 0
+    requests: Count = 0
     """Sessions to measure after the warm-up, instead of --duration-s."""
     duration_s: _Positive = 60.0
     """Seconds to measure each rate."""
@@ -85,7 +85,7 @@ class BenchConfig:
     """Target for the mean time per later token; 0: that of --lengths (chat 15, code 20), or 50."""
     tell_targets: bool = False
     """Send both targets with each request (x-slo-ttft-ms, x-slo-tpot-ms) for kvrelay's router."""
-    gpus: Annotated[int, Meta(gt=0)] = 1
+    gpus: Some = 1
     """All GPUs of the server: goodput is divided by them."""
     output: str = "bench.json"
     """File of the result, as JSON."""

@@ -23,6 +23,7 @@ from kvrelay.load.search import RateSearch, SearchResult
 from kvrelay.load.sender import Load, Outcome, Progress, Server, send_load
 from kvrelay.load.workloads import Prompts, Session, Spelling, Turn, sessions
 from kvrelay.wire.errors import KvrelayError
+from kvrelay.wire.json_object import JsonObject
 
 __all__ = ["Experiment", "OnProgress", "ServerUnusable", "inspect_server"]
 
@@ -59,7 +60,7 @@ async def inspect_server(url: str, api_key: str, model: str, *, chat: bool) -> S
 
 
 async def _json(
-    session: aiohttp.ClientSession, method: str, url: str, body: dict[str, Any] | None = None
+    session: aiohttp.ClientSession, method: str, url: str, body: JsonObject | None = None
 ) -> Any:
     async with session.request(method, url, json=body) as answer:
         if answer.status != 200:

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,6 +23,7 @@ from kvrelay.load.client import AnswerReader, http_session, stream
 from kvrelay.load.config import BenchConfig
 from kvrelay.load.measures import Failure, Record
 from kvrelay.load.workloads import Arrival, Prompts, Session, Spelling, Turn, Work, sessions
+from kvrelay.wire.json_object import JsonObject
 
 __all__ = ["Load", "Outcome", "Progress", "Sender", "Server", "send_load"]
 
@@ -129,7 +130,7 @@ class Sender:
         self._sent = self._failed = 0
         self._begin = 0.0
         self._lags: list[float] = []
-        self._fields: dict[str, Any] = {
+        self._fields: JsonObject = {
             "model": server.model,
             "temperature": 0,
             "stream": True,
@@ -175,7 +176,7 @@ class Sender:
             self._ready.append((session, self._body(session.turns[0], self._system(session))))
 
     def _body(self, turn: Turn, before: Said) -> bytes:
-        prompt: dict[str, Any] = (
+        prompt: JsonObject = (
             {"messages": [*before, {"role": "user", "content": self._prompts.text(turn)}]}
             if self._chat
             else {"prompt": self._prompts.ids(turn)}

@@ -22,6 +22,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from kvrelay.wire.config_checks import Share, Some
 from kvrelay.wire.errors import ConfigError
 
 __all__ = [
@@ -103,7 +104,7 @@ _Pair = tuple[_Bound, _Bound]
 class Agents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A fleet of agents. Pairs are bounds of log-normal values, two deviations from the median."""
 
-    systems: Annotated[int, Meta(gt=0)] = 4
+    systems: Some = 4
     """System prompts, which sessions share."""
     system: _Pair = (4_000, 16_000)
     turns: _Pair = (4, 40)
@@ -112,7 +113,7 @@ class Agents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     output: _Pair = (30, 500)
     gap_s: _Pair = (1, 120)
     """Seconds from an answer to the next turn, while a tool runs."""
-    branch: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    branch: Share = 0.1
     """Share of the turns before which sub-agents work."""
     branches: _Pair = (1, 3)
     branch_turns: _Pair = (2, 10)

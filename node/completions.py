@@ -30,7 +30,7 @@ from kvrelay.openai_api.node_request import NodeRequest
 from kvrelay.openai_api.routes import body_excerpt
 from kvrelay.openai_api.sse import joined_body, joined_end, summed_usage
 from kvrelay.openai_api.stages import with_stages
-from kvrelay.openai_api.types import ChatRequest, CompletionRequest
+from kvrelay.openai_api.types import AnyRequest
 from kvrelay.openai_api.writer import AnswerWriter
 from kvrelay.wire.engine_messages import Order
 from kvrelay.wire.errors import DeadlineExceeded, KvrelayError, NotFound, Overloaded
@@ -127,9 +127,7 @@ async def start_streamed(
     return load, frames
 
 
-async def _start(
-    node: Node, call: Call
-) -> tuple[list[NodeRequest], ChatRequest | CompletionRequest, Load, Frames]:
+async def _start(node: Node, call: Call) -> tuple[list[NodeRequest], AnyRequest, Load, Frames]:
     serving = node.ready()
     node.check_open()
     if node.engine.queue_depth() >= MAX_QUEUED:

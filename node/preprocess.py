@@ -13,7 +13,7 @@ from kvrelay.openai_api.constraints import constraint_of
 from kvrelay.openai_api.json_body import off_loop
 from kvrelay.openai_api.node_request import NodeRequest
 from kvrelay.openai_api.prompt import with_object
-from kvrelay.openai_api.types import ChatRequest, CompletionRequest
+from kvrelay.openai_api.types import AnyRequest, ChatRequest, CompletionRequest
 
 __all__ = ["detokenize", "prepare", "tokenize"]
 
@@ -30,7 +30,7 @@ _INDENT = 4
 
 async def prepare(
     serving: Serving, sandbox: Sandbox, call: Call
-) -> tuple[list[NodeRequest], ChatRequest | CompletionRequest]:
+) -> tuple[list[NodeRequest], AnyRequest]:
     """Return a NodeRequest for each prompt of a call, and the call's request.
 
     Raises RequestError, Draining, Unavailable.
@@ -67,7 +67,7 @@ async def detokenize(serving: Serving, body: bytes) -> bytes:
 async def _token_ids(
     serving: Serving,
     sandbox: Sandbox,
-    request: ChatRequest | CompletionRequest,
+    request: AnyRequest,
     body: bytes,
     *,
     fits: bool,
@@ -82,7 +82,7 @@ async def _token_ids(
     return await off_loop(2 * size, serving.token_ids, request, fits=fits)
 
 
-def _rendered_bytes(request: ChatRequest | CompletionRequest, size: int) -> int:
+def _rendered_bytes(request: AnyRequest, size: int) -> int:
     """Estimate the bytes of the prompt that a body of `size` bytes asks for.
 
     Lists of 16 KiB, 118 levels deep in a tool, are 4 MB of white space then.
@@ -103,7 +103,7 @@ def _rendered_bytes(request: ChatRequest | CompletionRequest, size: int) -> int:
     return size
 
 
-def _could_be_endless(request: ChatRequest | CompletionRequest, size: int) -> bool:
+def _could_be_endless(request: AnyRequest, size: int) -> bool:
     if isinstance(request, CompletionRequest):
         has_text = any(isinstance(prompt, str) for prompt in prompts_of(request))
         return size > _THREAD_BYTES and has_text

@@ -44,7 +44,7 @@ from kvrelay.openai_api.node_request import NodeRequest, fork_submits
 from kvrelay.openai_api.prompt import Prompts, check_template
 from kvrelay.openai_api.tokenizer import Tokenizer
 from kvrelay.openai_api.tokenizer_files import load_tokenizer
-from kvrelay.openai_api.types import MAX_CHOICES, ChatRequest, CompletionRequest
+from kvrelay.openai_api.types import MAX_CHOICES, AnyRequest, CompletionRequest
 from kvrelay.openai_api.writer import AnswerWriter
 from kvrelay.prefill_node.request import PrefillRequest
 from kvrelay.wire.config import EngineConfig, NodeConfig, Role
@@ -111,7 +111,7 @@ class Serving:
     def set_role(self, role: Role) -> None:
         self.role, self._role_changed = role, True
 
-    def parse(self, call: Call) -> ChatRequest | CompletionRequest:
+    def parse(self, call: Call) -> AnyRequest:
         """Return the request of a call, its prompts unchecked. Raises RequestError, Draining."""
         request = decode_chat(call.body) if call.chat else decode_completion(call.body)
         self._check_model(request.model)
@@ -123,20 +123,18 @@ class Serving:
             raise RequestError("a hand-over has one prompt; send one for each", param="prompt")
         return request
 
-    def token_ids(
-        self, request: ChatRequest | CompletionRequest, *, fits: bool = True
-    ) -> list[list[int]]:
+    def token_ids(self, request: AnyRequest, *, fits: bool = True) -> list[list[int]]:
         """Return each prompt's token ids; with `fits` each must fit. Raises RequestError."""
         prompt = self.handed_over_prompt(request)
         return [prompt] if prompt is not None else self._prompts.token_ids(request, fits=fits)
 
-    def handed_over_prompt(self, request: ChatRequest | CompletionRequest) -> list[int] | None:
+    def handed_over_prompt(self, request: AnyRequest) -> list[int] | None:
         if request.kv_transfer_params is None or _has_several_prompts(request):
             return None
         return request.kv_transfer_params.prompt()
 
     def requests(
-        self, call: Call, request: ChatRequest | CompletionRequest, prompts: list[list[int]]
+        self, call: Call, request: AnyRequest, prompts: list[list[int]]
     ) -> list[NodeRequest]:
         params = request.kv_transfer_params or KvTransferParams()
         if not isinstance(request, CompletionRequest):
@@ -154,7 +152,7 @@ class Serving:
     def _request(
         self,
         call: Call,
-        request: ChatRequest | CompletionRequest,
+        request: AnyRequest,
         params: KvTransferParams,
         prompt: list[int],
     ) -> NodeRequest:
@@ -209,7 +207,7 @@ class Serving:
     def _submit(
         self,
         call: Call,
-        request: ChatRequest | CompletionRequest,
+        request: AnyRequest,
         prompt: list[int],
         sampling: SamplingParams,
         params: KvTransferParams,
@@ -232,9 +230,7 @@ class Serving:
             pin=msgspec.structs.replace(params.pin, seconds=request.pin_s),
         )
 
-    def parse_tokenize(
-        self, body: bytes
-    ) -> tuple[TokenizeRequest, ChatRequest | CompletionRequest]:
+    def parse_tokenize(self, body: bytes) -> tuple[TokenizeRequest, AnyRequest]:
         """Return the body of POST /tokenize, and the request that it means. Raises RequestError."""
         asked = read_json(body, _tokenize)
         self._check_model(asked.model, needed=False)
@@ -312,7 +308,7 @@ class Serving:
                 )
 
 
-def _has_several_prompts(request: ChatRequest | CompletionRequest) -> bool:
+def _has_several_prompts(request: AnyRequest) -> bool:
     return isinstance(request, CompletionRequest) and len(prompts_of(request)) != 1
 
 

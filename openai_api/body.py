@@ -9,7 +9,13 @@ import msgspec
 
 from kvrelay.openai_api.constraints import constraint_of, tool_use
 from kvrelay.openai_api.json_body import read_json, refuser
-from kvrelay.openai_api.types import MAX_CHOICES, ChatRequest, CompletionRequest, SamplingFields
+from kvrelay.openai_api.types import (
+    MAX_CHOICES,
+    AnyRequest,
+    ChatRequest,
+    CompletionRequest,
+    SamplingFields,
+)
 from kvrelay.wire.errors import RequestError
 from kvrelay.wire.frames import MALFORMED
 from kvrelay.wire.sampling import PLAIN_SAMPLING, SamplingDefaults, SamplingParams
@@ -113,13 +119,13 @@ def check_choices(prompts: int, choices: int) -> None:
         )
 
 
-def prompt_only(request: ChatRequest | CompletionRequest) -> bool:
+def prompt_only(request: AnyRequest) -> bool:
     echo = isinstance(request, CompletionRequest) and request.echo
     return bool(echo) and _asked_limit(request)[1] == 0
 
 
 def token_limit(
-    request: ChatRequest | CompletionRequest,
+    request: AnyRequest,
     prompt_tokens: int,
     max_model_len: int,
     defaults: SamplingDefaults = PLAIN_SAMPLING,
@@ -161,7 +167,7 @@ def token_limit(
 
 
 def sampling_params(
-    request: ChatRequest | CompletionRequest,
+    request: AnyRequest,
     *,
     limit: int,
     vocab_size: int,

@@ -21,6 +21,7 @@ from kvrelay.openai_api.types import (
     ToolName,
 )
 from kvrelay.wire.errors import RequestError
+from kvrelay.wire.json_object import JsonObject
 from kvrelay.wire.sampling import Constraint, ConstraintKind
 
 __all__ = ["Choice", "ToolUse", "bad_word_ids", "constraint_of", "tool_use"]
@@ -44,7 +45,7 @@ class ToolUse:
     name: str = ""
     parallel: bool = True
 
-    def schema(self) -> dict[str, Any] | None:
+    def schema(self) -> JsonObject | None:
         """Return the content's JSON schema; None for none and auto. Raises RequestError.
 
         Named: of the arguments. Required: of a list of {"name", "parameters"}.
@@ -93,7 +94,7 @@ def tool_use(request: ChatRequest) -> ToolUse:
 
 class _Function(msgspec.Struct):
     name: ToolName
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
 
 
 class _Tool(msgspec.Struct):
@@ -122,7 +123,7 @@ def _parameters(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     return found if "type" in found or "$ref" in found else {"type": "object", **found}
 
 
-def _call_schema(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
+def _call_schema(index: int, tool: Mapping[str, Any]) -> JsonObject:
     # A schema's own references start at its root, which lies deeper here.
     root = f"#/items/anyOf/{index}/properties/parameters"
     parameters = _moved(

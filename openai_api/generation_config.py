@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from kvrelay.openai_api.tokenizer_files import read_object
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.json_object import JsonObject
 from kvrelay.wire.sampling import SamplingDefaults, generation_values
 
 __all__ = ["sampling_defaults"]
@@ -15,7 +15,7 @@ __all__ = ["sampling_defaults"]
 _FILE = "generation_config.json"
 # What a model's card recommends and its files do not say. Without it, SmolLM2 talks until its
 # context is full.
-_FROM_CARDS: dict[str, dict[str, Any]] = {
+_FROM_CARDS: dict[str, JsonObject] = {
     "SmolLM2-135M-Instruct": {"temperature": 0.2, "top_p": 0.9, "max_new_tokens": 512}
 }
 
@@ -45,7 +45,7 @@ def sampling_defaults(config: EngineConfig, name: str = "") -> SamplingDefaults:
     return SamplingDefaults(max_tokens=found.pop("max_new_tokens", None), limit=limit, **found)
 
 
-def _sampling(file: Path) -> dict[str, Any]:
+def _sampling(file: Path) -> JsonObject:
     return generation_values(
         read_object(file), str(file), "mend it, or leave it out with --generation-config vllm"
     )

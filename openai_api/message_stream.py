@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -17,13 +16,14 @@ from kvrelay.openai_api.model_formats import TOOL_FORMATS, Opening, ReasoningFor
 from kvrelay.openai_api.tokenizer import Tokenizer
 from kvrelay.openai_api.tool_parsers import CallParser, NamedParser, TextParser
 from kvrelay.openai_api.types import (
-    ChatRequest,
+    AnyRequest,
     CompletionRequest,
     Delta,
     FunctionDelta,
     ToolCallDelta,
 )
 from kvrelay.wire.errors import RequestError
+from kvrelay.wire.json_object import JsonObject
 from kvrelay.wire.sampling import Constraint
 
 __all__ = ["MessageForm", "MessageStream", "message_form"]
@@ -65,7 +65,7 @@ class MessageForm:
 
 
 def message_form(
-    request: ChatRequest | CompletionRequest,
+    request: AnyRequest,
     tokenizer: Tokenizer,
     prompt: list[int],
     *,
@@ -121,7 +121,7 @@ class MessageStream:
     def finish(self) -> list[Delta]:
         return [] if self._parser is None else self._deltas(self._parser.finish())
 
-    def message(self, role: str = "assistant") -> dict[str, Any]:
+    def message(self, role: str = "assistant") -> JsonObject:
         """Return the whole message; beside reasoning or calls alone, `content` is None.
 
         `reasoning` is vLLM's name, always there; others read `reasoning_content`.

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
+
+from kvrelay.openai_api.types import NotEmpty
+from kvrelay.wire.config_checks import Count
+from kvrelay.wire.json_object import JsonObject
 
 __all__ = [
     "AdapterAnswer",
@@ -57,7 +61,7 @@ class ModelCard(msgspec.Struct, frozen=True):
         )
 
 
-def model_list(cards: list[ModelCard]) -> dict[str, Any]:
+def model_list(cards: list[ModelCard]) -> JsonObject:
     return {
         "object": "list",
         "data": cards,
@@ -87,7 +91,7 @@ class TokenizeResponse(msgspec.Struct, frozen=True):
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True):
-    tokens: list[Annotated[int, Meta(ge=0)]]
+    tokens: list[Count]
     model: str | None = None
 
 
@@ -95,7 +99,7 @@ class LoadAdapterRequest(msgspec.Struct, frozen=True):
     """A body of POST /v1/load_lora_adapter: a folder on each node."""
 
     lora_name: Annotated[str, Meta(min_length=1, max_length=256)]
-    lora_path: Annotated[str, Meta(min_length=1)]
+    lora_path: NotEmpty
     load_inplace: bool = False
 
 

@@ -22,10 +22,11 @@ from kvrelay.openai_api.model_types import (
 from kvrelay.openai_api.routes import ANTHROPIC_PATH, GUARDED, RESPONSES_PATH
 from kvrelay.openai_api.types import ChatRequest, CompletionRequest, Message
 from kvrelay.wire.errors import ErrorBody
+from kvrelay.wire.json_object import JsonObject
 
 __all__ = ["OPERATIONS", "document"]
 
-Schema = dict[str, Any]
+Schema = JsonObject
 
 _JSON = ("application/json",)
 _STREAMED = (*_JSON, "text/event-stream")
@@ -56,7 +57,7 @@ class TokenizeChat(msgspec.Struct):
     model: str | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
     return_token_strs: bool | None = None
 
 

@@ -24,8 +24,9 @@ from kvrelay.openai_api.body import prompts_of
 from kvrelay.openai_api.constraints import tool_use
 from kvrelay.openai_api.logprobs import ScoredPrompt
 from kvrelay.openai_api.tokenizer import Tokenizer
-from kvrelay.openai_api.types import ChatRequest, CompletionRequest, Message
+from kvrelay.openai_api.types import AnyRequest, ChatRequest, Message
 from kvrelay.wire.errors import ConfigError, RequestError
+from kvrelay.wire.json_object import JsonObject
 
 __all__ = ["Beginning", "Prompts", "check_template", "render", "with_object"]
 
@@ -68,9 +69,7 @@ class Prompts:
         self._tool_template = chat_template or tokenizer.tool_template
         self._trusts_request_templates = trusts_request_templates
 
-    def token_ids(
-        self, request: ChatRequest | CompletionRequest, *, fits: bool = True
-    ) -> list[list[int]]:
+    def token_ids(self, request: AnyRequest, *, fits: bool = True) -> list[list[int]]:
         """Return each prompt; `fits`: it must fit the context. Raises RequestError."""
         prompts: list[str | list[int]]
         if isinstance(request, ChatRequest):
@@ -87,9 +86,7 @@ class Prompts:
             for prompt in prompts
         ]
 
-    def beginning(
-        self, request: ChatRequest | CompletionRequest, token_ids: list[int]
-    ) -> Beginning:
+    def beginning(self, request: AnyRequest, token_ids: list[int]) -> Beginning:
         ids = token_ids if request.return_token_ids else UNSET
         if isinstance(request, ChatRequest):
             last = request.messages[-1] if request.messages else None
@@ -221,8 +218,8 @@ def _up_to(content: str, text: str) -> str:
     return text[: end + len(trailing)] if text.startswith(trailing, end) else text[:end]
 
 
-def _plain(message: Message) -> dict[str, Any]:
-    plain: dict[str, Any] = {**msgspec.to_builtins(message), "content": message.text}
+def _plain(message: Message) -> JsonObject:
+    plain: JsonObject = {**msgspec.to_builtins(message), "content": message.text}
     if message.thought:
         plain |= {"reasoning": message.thought, "reasoning_content": message.thought}
     if message.tool_calls is not None:
@@ -230,7 +227,7 @@ def _plain(message: Message) -> dict[str, Any]:
     return plain
 
 
-def with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+def with_object(call: Mapping[str, Any]) -> JsonObject:
     """Return a call with its arguments as an object, if they are one."""
     function = call.get("function")
     if not isinstance(function, Mapping):

@@ -6,12 +6,12 @@ docs/guides/clients.md says what they are.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
 from kvrelay.openai_api import sse
 from kvrelay.wire.engine_messages import Timing
+from kvrelay.wire.json_object import JsonObject
 
 __all__ = ["MOVED", "STAGES", "TOLD", "stages_ms", "with_stages"]
 
@@ -60,9 +60,7 @@ def with_stages(end: bytes, stages: Mapping[str, float], rungs: Mapping[str, int
         tail = b"}"
     if not end.endswith(tail):
         return end
-    named: dict[str, Any] = {
-        f"{name}_ms": round(stages[name], 3) for name in STAGES if name in stages
-    }
+    named: JsonObject = {f"{name}_ms": round(stages[name], 3) for name in STAGES if name in stages}
     if rungs:
         named["prompt"] = rungs
     return end.removesuffix(tail) + b',"kvrelay":' + msgspec.json.encode(named) + tail

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Backend
 from kvrelay.openai_api.gguf_tokenizer import gguf_tokenizer
 from kvrelay.openai_api.tokenizer import BYTE_CHARS, Tokenizer, byte_level, sentencepiece
 from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.json_object import JsonObject
 
 __all__ = ["byte_tokenizer", "load_tokenizer", "read_object"]
 
@@ -122,8 +123,8 @@ def _decoding(folder: Path, backend: Backend) -> tuple[Callable[[str], bytes], b
     )
 
 
-def _steps(part: Any) -> dict[str, dict[str, Any]]:
-    state: dict[str, Any] = json.loads(part.__getstate__()) if part else {}
+def _steps(part: Any) -> dict[str, JsonObject]:
+    state: JsonObject = json.loads(part.__getstate__()) if part else {}
     steps = state.get("decoders") or state.get("pretokenizers") or [state]
     return {step["type"]: step for step in steps if step}
 
@@ -137,10 +138,10 @@ def _eos_token_ids(config: Path) -> tuple[int, ...]:
     return ()
 
 
-def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+def _chat_templates(folder: Path, config: JsonObject) -> JsonObject:
     # A file of its own replaces all that the older files have, as in transformers.
     default, tool_use = "chat_template.jinja", "additional_chat_templates/tool_use.jinja"
-    named: dict[str, Any] = {}
+    named: JsonObject = {}
     if not (folder / default).exists():
         template = read_object(folder / "chat_template.json").get("chat_template")
         template = template or config.get("chat_template")
@@ -159,7 +160,7 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-def read_object(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> JsonObject:
     """Return a file's JSON object, empty without the file. Raises ConfigError."""
     if not file.exists():
         return {}

@@ -11,10 +11,11 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from kvrelay.openai_api.json_body import one_of
+from kvrelay.wire.config_checks import Count
+from kvrelay.wire.json_object import JsonObject
 from kvrelay.wire.sampling import (
     MAX_LISTED_TOKENS,
     Bias,
-    Count,
     LogprobCount,
     MinP,
     Penalty,
@@ -29,6 +30,7 @@ from kvrelay.wire.transfer import KvTransferParams
 
 __all__ = [
     "Answer",
+    "AnyRequest",
     "CacheControl",
     "ChatRequest",
     "Choice",
@@ -74,7 +76,7 @@ Session = Annotated[str, Meta(max_length=256)]
 Priority = Annotated[int, Meta(ge=-_MAX_PRIORITY, le=_MAX_PRIORITY)]
 Listed = Meta(max_length=MAX_LISTED_TOKENS)
 # Untyped, because templates want each tool as the client wrote it.
-Tools = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
+Tools = Annotated[list[JsonObject], Meta(max_length=MAX_TOOLS)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -93,7 +95,7 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True):
     """A JSON schema, followed even without `strict`."""
 
     name: str | None = None
-    schema_: dict[str, Any] | bool | None = msgspec.field(name="schema", default=None)
+    schema_: JsonObject | bool | None = msgspec.field(name="schema", default=None)
     strict: bool | None = None
 
 
@@ -108,7 +110,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     The two after them change nothing here, and `structural_tag` is refused.
     """
 
-    json: str | dict[str, Any] | bool | None = None
+    json: str | JsonObject | bool | None = None
     regex: NotEmpty | None = None
     choice: Annotated[list[str], Meta(min_length=1)] | None = None
     grammar: NotEmpty | None = None
@@ -193,7 +195,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     role: NotEmpty
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[JsonObject] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -232,7 +234,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
     tools: Tools | None = None
     tool_choice: Annotated[str, one_of("none", "auto", "required")] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -263,6 +265,9 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     @property
     def echoed_logprobs(self) -> int | None:
         return self.logprobs if self.echo else None
+
+
+AnyRequest = ChatRequest | CompletionRequest
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -332,7 +337,7 @@ class Choice(msgspec.Struct, frozen=True):
     """
 
     index: int
-    message: dict[str, Any] | UnsetType = UNSET
+    message: JsonObject | UnsetType = UNSET
     delta: Delta | UnsetType = UNSET
     text: str | UnsetType = UNSET
     logprobs: dict[str, list[TokenLogprob]] | CompletionLogprobs | None = None

@@ -21,10 +21,10 @@ from kvrelay.openai_api.prompt import Beginning
 from kvrelay.openai_api.tokenizer import TextStream, Tokenizer
 from kvrelay.openai_api.types import (
     Answer,
+    AnyRequest,
     ChatRequest,
     Choice,
     CompletionLogprobs,
-    CompletionRequest,
     Delta,
     Usage,
 )
@@ -45,7 +45,7 @@ class ChoiceWriter:
 
     def __init__(
         self,
-        request: ChatRequest | CompletionRequest,
+        request: AnyRequest,
         tokenizer: Tokenizer,
         params: SamplingParams,
         index: int,
@@ -222,7 +222,7 @@ class AnswerWriter:
 
     def __init__(
         self,
-        request: ChatRequest | CompletionRequest,
+        request: AnyRequest,
         tokenizer: Tokenizer,
         params: SamplingParams,
         *,

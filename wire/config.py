@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from kvrelay.wire.config_checks import (
+    Count,
     OrDefault,
     Port,
     Positive,
+    Share,
+    Some,
     check_fields,
     is_address,
     is_loopback,
@@ -20,6 +23,7 @@ from kvrelay.wire.config_checks import (
     udp_address,
 )
 from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.json_object import JsonObject
 from kvrelay.wire.sampling import GENERATION_FIELDS, generation_values
 from kvrelay.wire.server_config import ServerConfig
 
@@ -111,7 +115,7 @@ class EngineConfig:
     (none: temperature 1, all tokens) or a folder with such a file, whose max_new_tokens limits
     every answer; equal on all nodes.
     """
-    override_generation_config: dict[str, Any] | None = field(
+    override_generation_config: JsonObject | None = field(
         default=None, hash=False
     )  # a dict has no hash
     """Overrides generation_config: temperature, top_p, top_k, min_p, repetition_penalty and
@@ -148,7 +152,7 @@ class EngineConfig:
     """
     max_num_seqs: OrDefault = 0
     """Requests computed in one step at most; 0 takes 64 on CPU, 256 on CUDA."""
-    tensor_parallel_size: Annotated[int, Meta(gt=0)] = 1
+    tensor_parallel_size: Some = 1
     """Ranks that share the model, each a process with a GPU of its own."""
     tensor_parallel_address: str = ""
     """host:port of rank 0; may stay empty when all ranks run on this host."""
@@ -319,7 +323,7 @@ class TransferConfig:
     """Take KV of a prompt's first tokens from another node that has it cached: always, never, or
     auto, where that is quicker than computing.
     """
-    kv_checksums: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    kv_checksums: Share = 0.0
     """Share of fetched KV blocks, 0 to 1, compared with their source by checksum; differing ones
     are not used. The source must have it above 0, too.
     """
@@ -362,11 +366,11 @@ class CacheConfig:
     kv_write_behind_bytes_s: Positive = 8e9
     """Bytes per second at most that go from the pool to kv_host_memory, and from there to kv_store.
     """
-    kv_pin_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    kv_pin_share: Share = 0.5
     """Share of the pool, and of kv_host_memory, that requests may pin: it is evicted last. 0 pins
     nothing.
     """
-    kv_pin_s: Annotated[int, Meta(ge=0)] = 3600
+    kv_pin_s: Count = 3600
     """Longest time without use, in seconds, for which KV stays pinned."""
 
     def __post_init__(self) -> None:

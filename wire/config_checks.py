@@ -19,10 +19,13 @@ from kvrelay.wire.errors import ConfigError, limit_of
 
 __all__ = [
     "MAX_URL_CHARS",
+    "Count",
     "LogFormat",
     "OrDefault",
     "Port",
     "Positive",
+    "Share",
+    "Some",
     "base_url",
     "check_fields",
     "gib",
@@ -37,6 +40,9 @@ MAX_URL_CHARS = 512
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Positive = Annotated[float, Meta(gt=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Count = Annotated[int, Meta(ge=0)]
+Some = Annotated[int, Meta(gt=0)]
 OrDefault = Annotated[int, Meta(ge=0, description="0 takes the default")]
 LogFormat = Literal["text", "json"]
 

@@ -14,10 +14,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta
+
+from kvrelay.wire.config_checks import Share
 
 __all__ = [
     "ANY",
@@ -87,7 +87,7 @@ class Pin(msgspec.Struct, frozen=True, omit_defaults=True):
 
     owner: str = ""
     """The API key's name; empty without a router."""
-    share: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    share: Share = 1.0
     """Share of a node's blocks that the owner may have pinned."""
     seconds: int = 0
 

@@ -9,8 +9,11 @@ from typing import Annotated, Literal, get_args
 from msgspec import Meta
 
 from kvrelay.wire.config_checks import (
+    Count,
     Port,
     Positive,
+    Share,
+    Some,
     check_fields,
     is_base_url,
     is_loopback,
@@ -47,7 +50,7 @@ class KeyConfig:
     """Requests under way at once, with waiting ones; 0 is no limit."""
     max_queue: _Limit = 0
     """Requests that wait for a node; 0 is no limit but the router's."""
-    pin_share: Annotated[float, Meta(ge=0, le=1)] = 0.25
+    pin_share: Share = 0.25
     """Share of each node's KV that its requests may pin."""
     models: tuple[str, ...] = ()
     """Models and adapters that it may ask for; empty allows all."""
@@ -141,7 +144,7 @@ class RouterConfig(ServerConfig):
     """Time between two health checks of a node."""
     health_deadline_s: Positive = 2.0
     """A health check must be answered within this time."""
-    max_queue: Annotated[int, Meta(ge=0)] = 1000
+    max_queue: Count = 1000
     """Waiting requests of each model while all nodes are busy; more get 429. Divided among workers.
     """
     ttft_target_ms: Annotated[float, Meta(ge=0)] = 0.0
@@ -152,13 +155,13 @@ class RouterConfig(ServerConfig):
     """Requests wait while one more would make a token take longer; 0 is no target. Clients may send
     a stricter x-slo-tpot-ms.
     """
-    max_connections: Annotated[int, Meta(gt=0)] = 16384
+    max_connections: Some = 16384
     """Clients' connections at once; more get 503. Divided among workers."""
     node_ssl_certfile: str = ""
     """PEM file with the certificate for https:// nodes that ask for one (their ssl_cert_reqs)."""
     node_ssl_keyfile: str = ""
     """PEM file with its private key, if that is a file of its own."""
-    attempts: Annotated[int, Meta(gt=0)] = 3
+    attempts: Some = 3
     """Nodes on which a leg is tried before the client gets an error."""
     prefill_policy: Policy = PRICE
     """How a prefill node is chosen: by price, or by a policy (prefix, session, least_queue,
@@ -170,7 +173,7 @@ class RouterConfig(ServerConfig):
     """Decode nodes never compute a prompt that a prefill node can, and no node changes its role by
     itself.
     """
-    least_prefill: Annotated[int, Meta(ge=0)] = 0
+    least_prefill: Count = 0
     """Prefill nodes of each model that keep their role, whatever the load."""
     least_decode: Annotated[int, Meta(ge=1)] = 1
     """Decode nodes of each model that keep their role, whatever the load."""

@@ -10,7 +10,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from kvrelay.wire.config_checks import Count, Share
 from kvrelay.wire.errors import ConfigError, RequestError, limit_of
+from kvrelay.wire.json_object import JsonObject
 
 __all__ = [
     "GBNF_RULE",
@@ -21,7 +23,6 @@ __all__ = [
     "Bias",
     "Constraint",
     "ConstraintKind",
-    "Count",
     "LogprobCount",
     "MinP",
     "Penalty",
@@ -43,13 +44,12 @@ Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1)]
 """0 and -1 consider all tokens."""
-MinP = Annotated[float, Meta(ge=0, le=1)]
+MinP = Share
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 # Outside of this, logits divided or multiplied by it leave fp32.
 RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=100)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 LogprobCount = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
@@ -259,7 +259,7 @@ GENERATION_FIELDS = (
 
 def generation_values(
     values: Mapping[str, Any], where: str = "override_generation_config", remedy: str = "mend it"
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return a generation config's sampling. Raises ConfigError for a wrong value."""
     found = {field: values[field] for field in GENERATION_FIELDS if values.get(field) is not None}
     if found.get("top_k") == -1:

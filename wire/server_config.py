@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Literal
 
-from msgspec import Meta
-
-from kvrelay.wire.config_checks import LogFormat, Port, Positive, check_fields, require
+from kvrelay.wire.config_checks import LogFormat, Port, Positive, Some, check_fields, require
 
 __all__ = ["ServerConfig"]
 
@@ -50,7 +48,7 @@ class ServerConfig:
     """Headers that these pages may send."""
     allow_credentials: bool = False
     """Let these pages send what the browser adds, such as a client's certificate; not with ["*"]."""
-    max_body_bytes: Annotated[int, Meta(gt=0)] = 16 << 20
+    max_body_bytes: Some = 16 << 20
     """Longest request body; a hand-over beside it does not count."""
     request_deadline_s: Positive = 600.0
     """A request may take this long."""

@@ -23,6 +23,7 @@ from kvrelay.openai_api.dialects.base import (
 from kvrelay.openai_api.json_body import one_of, read_json, refuser, wrong_value
 from kvrelay.openai_api.types import MAX_MESSAGES, PIN_S, CacheControl, Tools
 from kvrelay.wire.errors import ErrorBody, RequestError
+from kvrelay.wire.json_object import JsonObject
 from kvrelay.wire.sampling import Positive, Temperature, TopP
 
 __all__ = [
@@ -37,14 +38,13 @@ __all__ = [
     "translate_messages",
 ]
 
-Block = dict[str, Any]
 _MAX_MARKERS = 4
 _encode = msgspec.json.Encoder().encode
 
 
 class Turn(msgspec.Struct, frozen=True):
     role: Annotated[str, one_of("user", "assistant", "system")]
-    content: str | list[Block]
+    content: str | list[JsonObject]
 
 
 class Thinking(msgspec.Struct, frozen=True):
@@ -56,7 +56,7 @@ class Thinking(msgspec.Struct, frozen=True):
 
 class OutputFormat(msgspec.Struct, frozen=True):
     type: Annotated[str, one_of("json_schema")]
-    schema_: dict[str, Any] = msgspec.field(name="schema")
+    schema_: JsonObject = msgspec.field(name="schema")
 
 
 class OutputConfig(msgspec.Struct, frozen=True):
@@ -69,9 +69,9 @@ class CountRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     messages: Annotated[list[Turn], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    system: str | list[Block] | None = None
+    system: str | list[JsonObject] | None = None
     tools: Tools | None = None
-    tool_choice: Block | None = None
+    tool_choice: JsonObject | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
@@ -84,7 +84,7 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     stream: bool | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: JsonObject | None = None
     cache_control: CacheControl | None = None
 
 
@@ -102,7 +102,7 @@ def translate_messages(body: bytes, message_id: str) -> tuple[bytes, Dialect]:
     stream = {"include_usage": True, "continuous_usage_stats": True} if request.stream else None
     output = request.output_config or OutputConfig()
     schema = output.format and {"name": "output", "schema": output.format.schema_}
-    every: dict[str, Any] = {
+    every: JsonObject = {
         **_prompt(request),
         **passed,
         **_thinking(request.thinking, passed),
@@ -153,9 +153,9 @@ def count_body(body: bytes) -> bytes:
     return encoded({**_prompt(request), **_thinking(request.thinking, {})})
 
 
-def _prompt(request: CountRequest) -> dict[str, Any]:
+def _prompt(request: CountRequest) -> JsonObject:
     system = text_of(request.system, ("text",), "system")
-    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    messages: list[JsonObject] = [{"role": "system", "content": system}] if system else []
     for at, message in enumerate(request.messages):
         _add(messages, message, at)
     # An answer that the client has begun is continued.
@@ -170,7 +170,7 @@ def _prompt(request: CountRequest) -> dict[str, Any]:
     }
 
 
-def _add(messages: list[dict[str, Any]], message: Turn, at: int) -> None:
+def _add(messages: list[JsonObject], message: Turn, at: int) -> None:
     where = f"messages[{at}].content"
     if isinstance(message.content, str):
         messages.append({"role": message.role, "content": message.content})
@@ -212,7 +212,7 @@ def _add(messages: list[dict[str, Any]], message: Turn, at: int) -> None:
         raise RequestError(f"{where} must not be empty", param=where)
 
 
-def _tools(request: CountRequest) -> dict[str, Any]:
+def _tools(request: CountRequest) -> JsonObject:
     if not request.tools:
         return {}
     tools = function_tools(request.tools, ("custom", None), "input_schema")
@@ -232,7 +232,7 @@ def _tools(request: CountRequest) -> dict[str, Any]:
     return {"tools": tools, "tool_choice": chosen, "parallel_tool_calls": False if serial else None}
 
 
-def _thinking(thinking: Thinking | None, given: dict[str, Any]) -> dict[str, Any]:
+def _thinking(thinking: Thinking | None, given: JsonObject) -> JsonObject:
     # Templates of models that can think or not read `enable_thinking`; others ignore it.
     if thinking is None or "chat_template_kwargs" in given:
         return {}
@@ -279,26 +279,26 @@ class AnthropicAnswer(ChatAnswer):
     def _begin(self) -> None:
         self._send("message_start", message=self._message([], None, None))
 
-    def _opened(self, part: AnswerPart, call: dict[str, str]) -> dict[str, Any]:
-        value: dict[str, Any] = {"type": part.kind}
+    def _opened(self, part: AnswerPart, call: dict[str, str]) -> JsonObject:
+        value: JsonObject = {"type": part.kind}
         value |= {**call, "input": {}} if call else {part.kind: ""}
         if part.kind == "thinking":
             value["signature"] = ""
         self._send("content_block_start", index=part.at, content_block=value)
         return value
 
-    def _grown(self, part: AnswerPart, piece: str, logprobs: list[dict[str, Any]]) -> None:
+    def _grown(self, part: AnswerPart, piece: str, logprobs: list[JsonObject]) -> None:
         kind, name = f"{part.kind}_delta", part.kind
         if part.kind == "tool_use":
             kind, name = "input_json_delta", "partial_json"
         self._send("content_block_delta", index=part.at, delta={"type": kind, name: piece})
 
-    def _closed(self, part: AnswerPart, text: str, status: str) -> dict[str, Any]:
+    def _closed(self, part: AnswerPart, text: str, status: str) -> JsonObject:
         self._send("content_block_stop", index=part.at)
         whole = {"input": _arguments(text)} if part.kind == "tool_use" else {part.kind: text}
         return part.value | whole
 
-    def _end(self) -> dict[str, Any]:
+    def _end(self) -> JsonObject:
         self._close()
         reason, sequence = self._stop()
         delta = {"stop_reason": reason, "stop_sequence": sequence}
@@ -320,7 +320,7 @@ class AnthropicAnswer(ChatAnswer):
             return "model_context_window_exceeded", None
         return _STOP_REASONS.get(self._finish, "end_turn"), None
 
-    def _counts(self) -> dict[str, Any]:
+    def _counts(self) -> JsonObject:
         # This API counts what was found in a cache apart, and what was put there.
         usage = self._usage
         written = usage.detail("cache_write_tokens")
@@ -332,8 +332,8 @@ class AnthropicAnswer(ChatAnswer):
         }
 
     def _message(
-        self, blocks: list[dict[str, Any]], reason: str | None, sequence: str | None
-    ) -> dict[str, Any]:
+        self, blocks: list[JsonObject], reason: str | None, sequence: str | None
+    ) -> JsonObject:
         return {
             "id": self._id,
             "type": "message",
@@ -346,8 +346,8 @@ class AnthropicAnswer(ChatAnswer):
         }
 
 
-def _arguments(text: str) -> dict[str, Any]:
+def _arguments(text: str) -> JsonObject:
     try:
-        return msgspec.json.decode(text or "{}", type=dict[str, Any])
+        return msgspec.json.decode(text or "{}", type=JsonObject)
     except msgspec.DecodeError:
         return {"incomplete_json": text}

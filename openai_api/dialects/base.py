@@ -16,6 +16,7 @@ from kvrelay.openai_api.json_body import read_json
 from kvrelay.openai_api.types import Delta, ToolCallDelta
 from kvrelay.wire.errors import ErrorBody, NodeFailed, RequestError
 from kvrelay.wire.frames import MALFORMED
+from kvrelay.wire.json_object import JsonObject
 
 __all__ = [
     "AS_IS",
@@ -66,8 +67,6 @@ PASSED_ON = (
 )
 """Fields of chat completions that every dialect takes."""
 
-Message = dict[str, Any]
-
 
 def openai_error(status: int, error: ErrorBody) -> bytes:
     return msgspec.json.encode({"error": error})
@@ -103,13 +102,13 @@ AS_IS = Dialect()
 _raw_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def passed_on(body: bytes) -> dict[str, Any]:
+def passed_on(body: bytes) -> JsonObject:
     """Return the fields of PASSED_ON, undecoded. Raises RequestError."""
     fields = read_json(body, _raw_decoder)
     return {name: fields[name] for name in PASSED_ON if name in fields}
 
 
-def encoded(fields: dict[str, Any]) -> bytes:
+def encoded(fields: JsonObject) -> bytes:
     """Return a body of the fields that are not None."""
     return msgspec.json.encode({name: value for name, value in fields.items() if value is not None})
 
@@ -140,14 +139,14 @@ def text_of(content: Any, types: tuple[str, ...], where: str) -> str:
     return "\n".join(texts)
 
 
-def assistant(messages: list[Message]) -> Message:
+def assistant(messages: list[JsonObject]) -> JsonObject:
     """Return the assistant's message at the end, added if there is none."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None})
     return messages[-1]
 
 
-def joined_system(messages: list[Message]) -> list[Message]:
+def joined_system(messages: list[JsonObject]) -> list[JsonObject]:
     """Join the first system messages: many templates take one only."""
     others = (i for i, message in enumerate(messages) if message["role"] != "system")
     count = next(others, len(messages))
@@ -158,8 +157,8 @@ def joined_system(messages: list[Message]) -> list[Message]:
 
 
 def function_tools(
-    tools: list[dict[str, Any]] | None, kinds: tuple[str | None, ...], parameters: str
-) -> list[dict[str, Any]]:
+    tools: list[JsonObject] | None, kinds: tuple[str | None, ...], parameters: str
+) -> list[JsonObject]:
     """Return tools of these types as chat completions have them. Raises RequestError.
 
     Their schemas are in the field `parameters`.
@@ -194,14 +193,14 @@ class EventChoice(msgspec.Struct, frozen=True):
     message: Delta | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    logprobs: dict[str, Any] | None = None
+    logprobs: JsonObject | None = None
 
 
 class ChatUsage(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    prompt_tokens_details: dict[str, Any] | None = None
-    completion_tokens_details: dict[str, Any] | None = None
+    prompt_tokens_details: JsonObject | None = None
+    completion_tokens_details: JsonObject | None = None
 
     def detail(self, name: str) -> int:
         details = (self.prompt_tokens_details or {}) | (self.completion_tokens_details or {})
@@ -235,9 +234,9 @@ class AnswerPart:
 
     at: int
     kind: str
-    value: dict[str, Any] = field(default_factory=dict)
+    value: JsonObject = field(default_factory=dict)
     pieces: list[str] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[JsonObject] = field(default_factory=list)
 
 
 class ChatAnswer(Dialect, abc.ABC):
@@ -320,12 +319,12 @@ class ChatAnswer(Dialect, abc.ABC):
             self._begun = True
             self._begin()
 
-    def _finished(self) -> dict[str, Any]:
+    def _finished(self) -> JsonObject:
         self._over = True
         self._begin_once()
         return self._end()
 
-    def _text(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> None:
+    def _text(self, kind: str, text: str, logprobs: list[JsonObject]) -> None:
         part = self._open
         if part is None or part.kind != kind:
             part = self._add(kind, {})
@@ -350,7 +349,7 @@ class ChatAnswer(Dialect, abc.ABC):
         self._parts.append(part)
         return part
 
-    def _grow(self, part: AnswerPart, piece: str, logprobs: list[dict[str, Any]]) -> None:
+    def _grow(self, part: AnswerPart, piece: str, logprobs: list[JsonObject]) -> None:
         part.pieces.append(piece)
         self._grown(part, piece, logprobs)
 
@@ -364,18 +363,18 @@ class ChatAnswer(Dialect, abc.ABC):
         """Send the first events."""
 
     @abc.abstractmethod
-    def _opened(self, part: AnswerPart, call: dict[str, str]) -> dict[str, Any]:
+    def _opened(self, part: AnswerPart, call: dict[str, str]) -> JsonObject:
         """Send the events that begin a part, and return its value; `call` has id and name."""
 
     @abc.abstractmethod
-    def _grown(self, part: AnswerPart, piece: str, logprobs: list[dict[str, Any]]) -> None: ...
+    def _grown(self, part: AnswerPart, piece: str, logprobs: list[JsonObject]) -> None: ...
 
     @abc.abstractmethod
-    def _closed(self, part: AnswerPart, text: str, status: str) -> dict[str, Any]:
+    def _closed(self, part: AnswerPart, text: str, status: str) -> JsonObject:
         """Send the events that end a part, and return its value."""
 
     @abc.abstractmethod
-    def _end(self) -> dict[str, Any]:
+    def _end(self) -> JsonObject:
         """Send the last events and return the answer."""
 
     @abc.abstractmethod

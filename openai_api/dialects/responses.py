@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -22,6 +21,7 @@ from kvrelay.openai_api.dialects.responses_request import (
 )
 from kvrelay.openai_api.json_body import check_shape, off_loop
 from kvrelay.wire.errors import RequestError
+from kvrelay.wire.json_object import JsonObject
 
 __all__ = ["translate_responses"]
 
@@ -77,7 +77,7 @@ def _chat(
     if keep is not None:
         given = _encode(own)[1:-1]
 
-        def finished(response: dict[str, Any]) -> None:
+        def finished(response: JsonObject) -> None:
             parts = turns, given, _encode([_said(item) for item in response["output"]])[1:-1]
             keep(Stored(_encode(response), b",".join(filter(None, parts))))
 

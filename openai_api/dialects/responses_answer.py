@@ -16,6 +16,7 @@ from kvrelay.openai_api.dialects.base import (
 )
 from kvrelay.openai_api.dialects.responses_request import ResponsesRequest
 from kvrelay.wire.errors import ErrorBody
+from kvrelay.wire.json_object import JsonObject
 
 __all__ = ["ResponsesAnswer"]
 
@@ -30,12 +31,12 @@ _PARAMS = {
 # By our error's type; of any other: server_error.
 _CODES = {"overloaded_error": "rate_limit_exceeded", "invalid_request_error": "invalid_prompt"}
 
-Finished = Callable[[dict[str, Any]], None]
+Finished = Callable[[JsonObject], None]
 """Called with the whole response once, unless it failed."""
 
 
 _PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
-_EMPTY: dict[str, dict[str, Any]] = {
+_EMPTY: dict[str, JsonObject] = {
     "reasoning": {"summary": [], "content": []},
     "message": {"role": "assistant", "content": []},
     "function_call": {"arguments": ""},
@@ -78,7 +79,7 @@ class ResponsesAnswer(ChatAnswer):
         for kind in ("created", "in_progress"):
             self._send(f"response.{kind}", response=self._response("in_progress"))
 
-    def _opened(self, part: AnswerPart, call: dict[str, str]) -> dict[str, Any]:
+    def _opened(self, part: AnswerPart, call: dict[str, str]) -> JsonObject:
         item = part.value = {
             "id": f"{_PREFIXES[part.kind]}_{self._suffix}{part.at}",
             "type": part.kind,
@@ -93,14 +94,14 @@ class ResponsesAnswer(ChatAnswer):
             self._send("response.content_part.added", **_place(part), part=empty)
         return item
 
-    def _grown(self, part: AnswerPart, piece: str, logprobs: list[dict[str, Any]]) -> None:
+    def _grown(self, part: AnswerPart, piece: str, logprobs: list[JsonObject]) -> None:
         more = {"logprobs": logprobs} if part.kind == "message" else {}
         self._send(f"{_TEXTS[part.kind]}.delta", **_place(part), delta=piece, **more)
 
-    def _closed(self, part: AnswerPart, text: str, status: str) -> dict[str, Any]:
+    def _closed(self, part: AnswerPart, text: str, status: str) -> JsonObject:
         kind, place = part.kind, _place(part)
         if kind == "function_call":
-            whole: dict[str, Any] = {"arguments": text}
+            whole: JsonObject = {"arguments": text}
             self._send(f"{_TEXTS[kind]}.done", **place, **whole, name=part.value["name"])
         else:
             content = _part(kind, text, part.logprobs)
@@ -112,7 +113,7 @@ class ResponsesAnswer(ChatAnswer):
         self._send("response.output_item.done", output_index=part.at, item=item)
         return item
 
-    def _end(self) -> dict[str, Any]:
+    def _end(self) -> JsonObject:
         if not self._parts:
             self._add("message", {})  # an empty answer is a message without text
         cut = self._finish == "length"
@@ -135,8 +136,8 @@ class ResponsesAnswer(ChatAnswer):
         }
         self._send("response.failed", response=response)
 
-    def _response(self, status: str) -> dict[str, Any]:
-        usage: dict[str, Any] | None = None
+    def _response(self, status: str) -> JsonObject:
+        usage: JsonObject | None = None
         if status in ("completed", "incomplete"):
             counts = self._usage
             usage = {
@@ -157,18 +158,18 @@ class ResponsesAnswer(ChatAnswer):
         }
 
 
-def _place(part: AnswerPart) -> dict[str, Any]:
+def _place(part: AnswerPart) -> JsonObject:
     place = {"item_id": part.value["id"], "output_index": part.at}
     return place if part.kind == "function_call" else {**place, "content_index": 0}
 
 
-def _part(kind: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+def _part(kind: str, text: str, logprobs: list[JsonObject]) -> JsonObject:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _head(request: ResponsesRequest, response_id: str, created_at: int) -> dict[str, Any]:
+def _head(request: ResponsesRequest, response_id: str, created_at: int) -> JsonObject:
     format_ = request.text.format if request.text and request.text.format else {"type": "text"}
     reasoning = request.reasoning
     return {

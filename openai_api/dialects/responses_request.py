@@ -17,8 +17,9 @@ from kvrelay.openai_api.dialects.base import (
     text_of,
 )
 from kvrelay.openai_api.json_body import read_json, refuser
-from kvrelay.openai_api.types import MAX_MESSAGES, Tools
+from kvrelay.openai_api.types import MAX_MESSAGES, NotEmpty, Tools
 from kvrelay.wire.errors import RequestError
+from kvrelay.wire.json_object import JsonObject
 from kvrelay.wire.sampling import LogprobCount, Positive, Temperature, TopP
 
 __all__ = [
@@ -32,7 +33,7 @@ __all__ = [
     "own_items",
 ]
 
-Item = dict[str, Any]
+Item = JsonObject
 
 _MESSAGE_PARTS = ("input_text", "output_text", "text", "refusal")
 _ROLES = ("user", "assistant", "system", "developer")
@@ -45,7 +46,7 @@ class ReasoningConfig(msgspec.Struct, frozen=True):
 
 
 class TextConfig(msgspec.Struct, frozen=True):
-    format: dict[str, Any] | None = None
+    format: JsonObject | None = None
     verbosity: str | None = None
 
 
@@ -53,10 +54,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A body of POST /v1/responses, besides fields of a chat completion."""
 
     model: str | None = None
-    input: (
-        Annotated[str, Meta(min_length=1)]
-        | Annotated[list[Item], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    )
+    input: NotEmpty | Annotated[list[Item], Meta(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
@@ -134,7 +132,7 @@ def chat_body(request: ResponsesRequest, items: Sequence[Item], body: bytes) -> 
     for message in messages:
         if isinstance(message["content"], list):
             message["content"] = "\n".join(message["content"])
-    every: dict[str, Any] = {
+    every: JsonObject = {
         **passed_on(body),
         "model": request.model,
         "messages": joined_system(messages),
@@ -154,7 +152,7 @@ def chat_body(request: ResponsesRequest, items: Sequence[Item], body: bytes) -> 
     return encoded(every)
 
 
-def _add(messages: list[dict[str, Any]], item: Item, at: int) -> None:
+def _add(messages: list[JsonObject], item: Item, at: int) -> None:
     # An assistant's content stays a list of texts until all items are added.
     where = f"input[{at}]"
     kind = item.get("type")
@@ -206,7 +204,7 @@ def _required(item: Item, name: str, where: str) -> str:
     return value
 
 
-def _tools(request: ResponsesRequest) -> dict[str, Any]:
+def _tools(request: ResponsesRequest) -> JsonObject:
     tools = function_tools(request.tools, ("function",), "parameters")
     choice: Any = request.tool_choice
     match choice:
@@ -224,7 +222,7 @@ def _tools(request: ResponsesRequest) -> dict[str, Any]:
     return {"tools": tools, "tool_choice": choice}
 
 
-def _response_format(text: TextConfig | None) -> dict[str, Any] | None:
+def _response_format(text: TextConfig | None) -> JsonObject | None:
     wanted = text.format if text else None
     kind = wanted.get("type") if wanted else "text"
     if wanted is None or kind == "text":
