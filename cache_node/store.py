@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from kvrelay.cache_node.table import Names
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.kv_events import BlockHash
@@ -88,16 +89,14 @@ class _Blocks:
         memory = [(self._parts.ctypes.data, self._parts.nbytes, 0, "")]
         self._agent.register_memory(memory, "DRAM", backends=self._backends)
 
-    def write(
-        self, names: Sequence[BlockHash], slots: Sequence[int], checksums: Sequence[bytes]
-    ) -> None:
+    def write(self, names: Names, slots: Sequence[int], checksums: Sequence[bytes]) -> None:
         """Write all, or raise."""
         for part, name, slot, checksum in zip(self._parts, names, slots, checksums, strict=False):
             part[:PAGE] = np.frombuffer(self._page(name, checksum).ljust(PAGE, b"\0"), np.uint8)
             part[PAGE:] = self._pool[slot]
         self._write(names)
 
-    def read(self, names: Sequence[BlockHash], slots: Sequence[int]) -> list[bytes]:
+    def read(self, names: Names, slots: Sequence[int]) -> list[bytes]:
         """Return the checksums of the first that are there; b"": damaged, or another one."""
         self._parts[:, :PAGE] = 0
         slots = slots[: self._read(names)]
@@ -109,10 +108,10 @@ class _Blocks:
             for part, name, sums in found
         ]
 
-    def _write(self, names: Sequence[BlockHash]) -> None:
+    def _write(self, names: Names) -> None:
         raise NotImplementedError
 
-    def _read(self, names: Sequence[BlockHash]) -> int:
+    def _read(self, names: Names) -> int:
         raise NotImplementedError
 
     def _page(self, name: BlockHash, checksum: bytes) -> bytes:
@@ -170,10 +169,10 @@ class BlockFiles(_Blocks):
                         os.unlink(entry)
         return [(key, size) for _, key, size in sorted(found)]
 
-    def there(self, names: Sequence[BlockHash]) -> list[bool]:
+    def there(self, names: Names) -> list[bool]:
         return [self._path(self.identity + name).exists() for name in names]
 
-    def _write(self, names: Sequence[BlockHash]) -> None:
+    def _write(self, names: Names) -> None:
         with ExitStack() as ends:
             parts, files = [], []
             for name in names:
@@ -186,7 +185,7 @@ class BlockFiles(_Blocks):
             for part, path in parts:
                 part.rename(path)
 
-    def _read(self, names: Sequence[BlockHash]) -> int:
+    def _read(self, names: Names) -> int:
         torn = False
         with ExitStack() as ends:
             files = []
@@ -268,7 +267,7 @@ class BlockObjects(_Blocks):
     def keys(self) -> list[tuple[bytes, int]]:
         return []
 
-    def there(self, names: Sequence[BlockHash]) -> list[bool]:
+    def there(self, names: Names) -> list[bool]:
         keys = [(0, 0, *place) for place in self._places(names)]
         found = self._agent.query_memory(keys, "OBJ", mem_type="OBJ")
         return [
@@ -276,11 +275,11 @@ class BlockObjects(_Blocks):
             for name, each in zip(names, found, strict=True)
         ]
 
-    def _write(self, names: Sequence[BlockHash]) -> None:
+    def _write(self, names: Names) -> None:
         self._move("WRITE", self._places(names))
         self._bad.difference_update(names)
 
-    def _read(self, names: Sequence[BlockHash]) -> int:
+    def _read(self, names: Names) -> int:
         self._move("READ", self._places(names))
         return len(names)
 
@@ -292,5 +291,5 @@ class BlockObjects(_Blocks):
         """Find no object of before; a node that starts again does."""
         self._prefix += f"{uuid.uuid4().hex}/"
 
-    def _places(self, names: Sequence[BlockHash]) -> list[tuple[int, str]]:
+    def _places(self, names: Names) -> list[tuple[int, str]]:
         return [(at, self._prefix + name.hex()) for at, name in enumerate(names)]

@@ -19,7 +19,7 @@ from math import inf
 from typing import TypeVar
 
 from kvrelay.cache_node.store import BlockFiles, BlockObjects
-from kvrelay.cache_node.table import CacheTable
+from kvrelay.cache_node.table import CacheTable, Names
 from kvrelay.paged_engine.blocks import Changes
 from kvrelay.wire.engine_messages import TierStats
 from kvrelay.wire.kv_events import ANY, BlockHash
@@ -42,7 +42,7 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True, eq=False)
 class _Ask:
-    names: Sequence[BlockHash]
+    names: Names
     then: Callable[[], None]
     until: float
 
@@ -97,7 +97,7 @@ class StoreTier:
         taken, self._changes = self._changes, Changes()
         return taken
 
-    def read(self, names: Sequence[BlockHash], then: Callable[[], None]) -> None:
+    def read(self, names: Names, then: Callable[[], None]) -> None:
         """Bring the first of these names that are there into the table, and call `then`."""
         now, since = time.monotonic(), self._table.clears
         ask = _Ask(names[: self._table.pool.free], then, now + DEADLINE_S)

@@ -10,8 +10,9 @@ from kvrelay.paged_engine.blocks import NO_PIN, BlockPool
 from kvrelay.wire.engine_messages import TierStats
 from kvrelay.wire.kv_events import BlockHash, CacheChanges, Pin
 
-__all__ = ["CacheTable"]
+__all__ = ["CacheTable", "Names"]
 
+Names = Sequence[BlockHash]
 # Names that are remembered, for each block that the tier has room for.
 _HISTORY = 4
 
@@ -82,7 +83,7 @@ class CacheTable:
 
     def landed(
         self,
-        names: Sequence[BlockHash],
+        names: Names,
         slots: Sequence[int],
         checksums: Sequence[bytes],
         since: int,

@@ -27,7 +27,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvrelay.kv_transfer.connector import BlockIds, PeerKey, PoolRegion, Read
+from kvrelay.kv_transfer.connector import BlockIds, OnError, PeerKey, PoolRegion, Read
 from kvrelay.kv_transfer.shares import Share
 from kvrelay.wire.errors import KvrelayError, PeerLost, TransferError
 
@@ -187,7 +187,7 @@ class BackendThread:
         self,
         backend: TransferBackend,
         tell: Callable[[BackendEvent], None],
-        on_error: Callable[[Exception], None],
+        on_error: OnError,
     ) -> None:
         """`tell`, and `on_error` at an unexpected end, are called from the thread."""
         self._backend = backend

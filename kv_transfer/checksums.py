@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvrelay.kernels.block_checksums import CHECKSUM_BYTES, VECTOR_BYTES, block_checksums
-from kvrelay.kv_transfer.connector import BlockIds, PoolRegion
+from kvrelay.kv_transfer.connector import BlockIds, OnError, PoolRegion
 from kvrelay.wire.errors import ConfigError
 
 __all__ = ["MOST_BLOCKS", "Checksums", "Done", "in_our_order", "sums_of"]
@@ -39,9 +39,7 @@ def in_our_order(checksums: bytes, order: Sequence[int]) -> bytes:
 
 
 class Checksums:
-    def __init__(
-        self, region: PoolRegion, kv_heads: int, on_error: Callable[[Exception], None]
-    ) -> None:
+    def __init__(self, region: PoolRegion, kv_heads: int, on_error: OnError) -> None:
         """Start; on a GPU this compiles. `on_error`: the thread has ended. Raises ConfigError."""
         self._sums = sums_of(region, kv_heads)
         self._on_error = on_error

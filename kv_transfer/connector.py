@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ __all__ = [
     "Fetched",
     "Granted",
     "LeaseId",
+    "OnError",
     "PeerKey",
     "PoolRegion",
     "Read",
@@ -33,6 +34,8 @@ __all__ = [
 
 BlockIds = Sequence[int]
 """Blocks of a pool, in order."""
+OnError = Callable[[Exception], None]
+"""A call with an error that has ended a thread."""
 
 
 @dataclass(frozen=True, slots=True)

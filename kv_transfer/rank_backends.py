@@ -13,7 +13,7 @@ import zmq
 
 from kvrelay.kv_transfer.backend import BackendEvent, BackendThread, TransferBackend
 from kvrelay.kv_transfer.checksums import Checksums
-from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.kv_transfer.connector import OnError, PoolRegion
 from kvrelay.kv_transfer.ranks import (
     MAX_RANK_MESSAGE_BYTES,
     BackendTerms,
@@ -51,7 +51,7 @@ class RankBackends:
         backends: Mapping[str, TransferBackend],
         summed_heads: int,
         tell: Callable[[FromRank], None],
-        on_error: Callable[[Exception], None],
+        on_error: OnError,
     ) -> None:
         """Prepare all. `summed_heads`: this rank's KV heads if it gives checksums, else 0.
 

@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from kvrelay.kv_transfer.backend import BackendEvent, BackendJob
-from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.kv_transfer.connector import OnError, PoolRegion
 from kvrelay.kv_transfer.shares import Heads
 from kvrelay.kv_transfer.sockets import Codec, SocketThread, received, require_curve
 from kvrelay.wire import errors
@@ -149,7 +149,7 @@ class RankLink(SocketThread):
         super().__init__("kv-ranks", MAX_RANK_MESSAGE_BYTES, unbounded=True)
         self.heads = tuple(heads)
         self._on_message: Callable[[int, FromRank], None] = lambda _rank, _message: None
-        self._on_error: Callable[[Exception], None] = lambda _error: None
+        self._on_error: OnError = lambda _error: None
         self._prepared: queue.Queue[Prepared] = queue.Queue()
         self._names: dict[bytes, int] = {}  # of connections
         self._ranks: dict[int, bytes] = {}
@@ -159,7 +159,7 @@ class RankLink(SocketThread):
         self.start()
 
     def prepared(
-        self, on_message: Callable[[int, FromRank], None], on_error: Callable[[Exception], None]
+        self, on_message: Callable[[int, FromRank], None], on_error: OnError
     ) -> list[Prepared]:
         """Wait for all other ranks, then hand on their messages. Raises ConfigError without one."""
         self._on_message, self._on_error = on_message, on_error

@@ -14,7 +14,7 @@ from kvrelay.load.workloads import TRACE_BLOCK_TOKENS, TRACED, Arrival, Work, se
 from kvrelay.planner.incident import Incident, read_incident
 from kvrelay.planner.rate_card import RateCard
 from kvrelay.planner.sessions import streams_of_sessions
-from kvrelay.planner.setting import Result, Setting, Stream
+from kvrelay.planner.setting import Result, Setting, Stream, Streams
 from kvrelay.planner.world import simulate
 from kvrelay.wire.config import CacheConfig, Role
 from kvrelay.wire.config_checks import gib
@@ -135,7 +135,7 @@ def _found(result: Result) -> Iterator[str]:
     yield from (f"{rungs[rung] / possible:.2%}" for rung in _RUNGS)
 
 
-def _times(streams: Sequence[Stream]) -> list[str]:
+def _times(streams: Streams) -> list[str]:
     answered = [stream for stream in streams if stream.answered]
     ttft = [stream.ttft for stream in answered]
     tpot = [stream.tpot for stream in answered if stream.output > 1]

@@ -40,7 +40,7 @@ from kvrelay.planner.goodput import (
 )
 from kvrelay.planner.rate_card import RateCard
 from kvrelay.planner.sessions import streams_of_sessions
-from kvrelay.planner.setting import Setting, Stream
+from kvrelay.planner.setting import Setting, Stream, Streams
 from kvrelay.wire.config_checks import gib
 from kvrelay.wire.errors import ConfigError
 
@@ -89,7 +89,7 @@ class Wanted:
         block_tokens = TRACE_BLOCK_TOKENS if work.trace else _NOTHING_SHARED
         return streams_of_sessions([*islice(drawn, count)], 0, block_tokens)
 
-    def serve(self, asks: Sequence[Stream], setting: Setting, guess: float, bound: float) -> Served:
+    def serve(self, asks: Streams, setting: Setting, guess: float, bound: float) -> Served:
         """Simulate the rate, or find the highest from a guess on."""
         agents = self.work.agents
 
@@ -100,7 +100,7 @@ class Wanted:
 
         return at(self.rate) if self.rate else highest(at, guess, bound, whole=agents is not None)
 
-    def requests(self, rate: float) -> tuple[int, Sequence[Stream]]:
+    def requests(self, rate: float) -> tuple[int, Streams]:
         """Return how many requests a run at this rate needs, and as many, or as there are."""
         needed = requests_needed(self.asking(_SAMPLE), self.targets, rate)
         return needed, self.asking(needed)

@@ -26,7 +26,7 @@ from kvrelay.wire.sampling import Constraint, ConstraintKind
 
 __all__ = ["Choice", "ToolUse", "bad_word_ids", "constraint_of", "tool_use"]
 
-_NO_PARAMETERS: Mapping[str, Any] = {
+_NO_PARAMETERS: JsonObject = {
     "type": "object",
     "properties": {},
     "additionalProperties": False,
@@ -40,7 +40,7 @@ class ToolUse:
     """A request's tools; `name` of the named one. Without `parallel` there is one call at most."""
 
     choice: Choice = "none"
-    tools: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[JsonObject, ...] = ()
     """The tools as the client wrote them; empty with none."""
     name: str = ""
     parallel: bool = True
@@ -102,7 +102,7 @@ class _Tool(msgspec.Struct):
     function: _Function
 
 
-def _checked_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+def _checked_names(tools: Sequence[JsonObject]) -> list[str]:
     try:
         names = [tool.function.name for tool in msgspec.convert(tools, list[_Tool])]
     except msgspec.ValidationError as why:
@@ -118,12 +118,12 @@ def _checked_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
     return names
 
 
-def _parameters(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = tool["function"].get("parameters") or _NO_PARAMETERS
+def _parameters(tool: JsonObject) -> JsonObject:
+    found: JsonObject = tool["function"].get("parameters") or _NO_PARAMETERS
     return found if "type" in found or "$ref" in found else {"type": "object", **found}
 
 
-def _call_schema(index: int, tool: Mapping[str, Any]) -> JsonObject:
+def _call_schema(index: int, tool: JsonObject) -> JsonObject:
     # A schema's own references start at its root, which lies deeper here.
     root = f"#/items/anyOf/{index}/properties/parameters"
     parameters = _moved(

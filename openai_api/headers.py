@@ -28,8 +28,11 @@ _HEADERS = "kvrelay.headers"
 _TRACE = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _STATE = re.compile(r"[\x20-\x7e]{1,512}")
 
+Lookup = Callable[[str], str | None]
+"""Return a header by its name."""
 
-def key_of_headers(headers: Callable[[str], str | None]) -> str:
+
+def key_of_headers(headers: Lookup) -> str:
     """Return a request's API key, from `Authorization: Bearer` or x-api-key.
 
     By RFC 9110, 11, the scheme has any case and one space or more after it.
@@ -48,7 +51,7 @@ def trace_id_of(traceparent: str) -> str:
     return traceparent[3:35]
 
 
-def trace_headers(header: Callable[[str], str | None]) -> dict[str, str]:
+def trace_headers(header: Lookup) -> dict[str, str]:
     parent, state = header("traceparent"), header("tracestate")
     if parent is None or not _TRACE.fullmatch(parent):
         return {}
@@ -57,7 +60,7 @@ def trace_headers(header: Callable[[str], str | None]) -> dict[str, str]:
     )
 
 
-def slo_of_headers(header: Callable[[str], str | None]) -> tuple[float | None, float | None]:
+def slo_of_headers(header: Lookup) -> tuple[float | None, float | None]:
     """Return the targets in headers, in seconds: to the first token, and per further token.
 
     Raises RequestError.

@@ -227,7 +227,7 @@ def _plain(message: Message) -> JsonObject:
     return plain
 
 
-def with_object(call: Mapping[str, Any]) -> JsonObject:
+def with_object(call: JsonObject) -> JsonObject:
     """Return a call with its arguments as an object, if they are one."""
     function = call.get("function")
     if not isinstance(function, Mapping):

@@ -16,10 +16,11 @@ from typing import Any
 
 from kvrelay.openai_api.message_parts import Part, any_of, beginning_at_end, merged
 from kvrelay.openai_api.model_formats import Opening, ReasoningFormat, ToolFormat
+from kvrelay.wire.json_object import JsonObject
 
 __all__ = ["CallParser", "NamedParser", "TextParser", "Tools"]
 
-Tools = Sequence[Mapping[str, Any]]
+Tools = Sequence[JsonObject]
 
 _MAX_HEAD_CHARS = 600  # names have 256 at most (openai_api/constraints.py)
 _MAX_NAMELESS_CHARS = 4096  # of arguments that stand before their call's name
@@ -146,7 +147,7 @@ class TaggedReader(ArgumentsReader):
     _TAGS = ("<parameter=", "</function>")
     _CLOSERS = ("\n</parameter>", "</parameter>")
 
-    def __init__(self, name: str, properties: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, properties: JsonObject) -> None:
         super().__init__(name)
         self._properties = properties
         self._types: frozenset[str] | None = None  # of the value, None between values
@@ -417,11 +418,11 @@ class CallParser(TextParser):
             return False
         return True
 
-    def _properties(self, name: str) -> Mapping[str, Any]:
+    def _properties(self, name: str) -> JsonObject:
         for tool in self._tools:
             if tool["function"]["name"] == name:
                 found = (tool["function"].get("parameters") or {}).get("properties")
-                return found if isinstance(found, Mapping) else {}
+                return found if isinstance(found, dict) else {}
         return {}
 
     def _read(self, reader: ArgumentsReader) -> None:

@@ -15,7 +15,7 @@ from kvrelay.load.search import RateSearch
 from kvrelay.load.workloads import Agents, Arrival, Work, sessions
 from kvrelay.planner.rate_card import RateCard
 from kvrelay.planner.sessions import streams_of_sessions
-from kvrelay.planner.setting import NETWORK_MS, Result, Setting, Stream, streams_at
+from kvrelay.planner.setting import NETWORK_MS, Result, Setting, Stream, Streams, streams_at
 from kvrelay.planner.world import simulate
 
 __all__ = [
@@ -53,7 +53,7 @@ def is_good(stream: Stream, targets: Targets) -> bool:
     return stream.answered and in_time
 
 
-def attained(streams: Sequence[Stream], targets: Targets) -> float:
+def attained(streams: Streams, targets: Targets) -> float:
     return sum(is_good(stream, targets) for stream in streams) / max(1, len(streams))
 
 
@@ -70,7 +70,7 @@ class Served:
     """Share of the prompts' tokens that a cache could have had, and did have."""
 
 
-def requests_needed(asks: Sequence[Stream], targets: Targets, rate: float) -> int:
+def requests_needed(asks: Streams, targets: Targets, rate: float) -> int:
     """Return how many requests a run needs: for 20 seconds, and for several answers."""
     answers = rate * _ANSWERS * _answer_ms([asked.output for asked in asks], targets) / 1e3
     return max(_LEAST_REQUESTS, min(_MOST_REQUESTS, int(rate * _SECONDS)), math.ceil(answers))
@@ -80,7 +80,7 @@ def _answer_ms(outputs: Sequence[int], targets: Targets) -> float:
     return targets.ttft_ms + targets.tpot_ms * percentile(sorted(outputs), 0.9)
 
 
-def _counted(streams: Sequence[Stream], targets: Targets) -> Sequence[Stream]:
+def _counted(streams: Streams, targets: Targets) -> Streams:
     first, last = streams[0].at, streams[-1].at
     answer_ms = min(_answer_ms([stream.output for stream in streams], targets), (last - first) / 4)
     begin = first + max(_BEFORE * (last - first), answer_ms)
@@ -106,7 +106,7 @@ def served(result: Result, rate: float) -> Served:
     )
 
 
-def at_rate(asks: Sequence[Stream], setting: Setting, rate: float) -> Served:
+def at_rate(asks: Streams, setting: Setting, rate: float) -> Served:
     # Looking for cycles among living objects would take a third of the time.
     gc.disable()
     try:
@@ -147,7 +147,7 @@ def highest(serve: Callable[[float], Served], guess: float, bound: float, *, who
     return best or dataclasses.replace(found, rate=0.0)
 
 
-def bound_of(setting: Setting, asks: Sequence[Stream]) -> tuple[float, str]:
+def bound_of(setting: Setting, asks: Streams) -> tuple[float, str]:
     """Return the rate at which nodes have no time left, and the role that is short first.
 
     For these requests, as if all earlier ones were cached.

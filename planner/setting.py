@@ -20,6 +20,7 @@ __all__ = [
     "Result",
     "Setting",
     "Stream",
+    "Streams",
     "streams_at",
 ]
 
@@ -75,7 +76,10 @@ class Stream:
         return (self.last - self.first) / (self.output - 1) if self.output > 1 else 0.0
 
 
-def streams_at(asks: Sequence[Stream], rate_s: float) -> list[Stream]:
+Streams = Sequence[Stream]
+
+
+def streams_at(asks: Streams, rate_s: float) -> list[Stream]:
     """Return the same requests at so many a second on average, in order."""
     last = max(each.at for each in asks)
     stretched = len(asks) / rate_s * 1e3 / last if last else 0.0
@@ -119,7 +123,7 @@ class Result:
     """A result: all streams, and a histogram of the times between tokens."""
 
     setting: Setting
-    streams: Sequence[Stream]
+    streams: Streams
     gaps: dict[int, int] = field(default_factory=dict)
 
     @property

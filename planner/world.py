@@ -7,7 +7,7 @@ decode node that does it all.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -16,7 +16,7 @@ import msgspec
 from kvrelay.planner.engine import Engine
 from kvrelay.planner.router import Router
 from kvrelay.planner.seat import Leg
-from kvrelay.planner.setting import Result, Setting, Stream
+from kvrelay.planner.setting import Result, Setting, Stream, Streams
 from kvrelay.router.admission.keys import Refusal
 from kvrelay.router.admission.queue import AdmissionQueue, QueuedRequest
 from kvrelay.router.nodes.node import Lease, Node
@@ -46,7 +46,7 @@ class _Queued(QueuedRequest):
     wanted: PlacementQuery = field(kw_only=True)
 
 
-def simulate(streams: Sequence[Stream], setting: Setting) -> Result:
+def simulate(streams: Streams, setting: Setting) -> Result:
     """Serve these requests, in the order of their arrival, until all have ended."""
     return World(streams, setting).run()
 
@@ -72,7 +72,7 @@ class Clock:
 class World:
     """A cluster and the requests on their way; `run` serves them until all have ended."""
 
-    def __init__(self, streams: Sequence[Stream], setting: Setting) -> None:
+    def __init__(self, streams: Streams, setting: Setting) -> None:
         self._streams = streams
         self._result = Result(setting, streams)
         self.clock = Clock()

@@ -279,7 +279,7 @@ class AnthropicAnswer(ChatAnswer):
     def _begin(self) -> None:
         self._send("message_start", message=self._message([], None, None))
 
-    def _opened(self, part: AnswerPart, call: dict[str, str]) -> JsonObject:
+    def _opened(self, part: AnswerPart, call: JsonObject) -> JsonObject:
         value: JsonObject = {"type": part.kind}
         value |= {**call, "input": {}} if call else {part.kind: ""}
         if part.kind == "thinking":

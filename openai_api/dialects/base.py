@@ -342,7 +342,7 @@ class ChatAnswer(Dialect, abc.ABC):
         if call.function.arguments:
             self._grow(part, call.function.arguments, [])
 
-    def _add(self, kind: str, call: dict[str, str]) -> AnswerPart:
+    def _add(self, kind: str, call: JsonObject) -> AnswerPart:
         self._close()
         part = self._open = AnswerPart(len(self._parts), kind)
         part.value = self._opened(part, call)
@@ -363,7 +363,7 @@ class ChatAnswer(Dialect, abc.ABC):
         """Send the first events."""
 
     @abc.abstractmethod
-    def _opened(self, part: AnswerPart, call: dict[str, str]) -> JsonObject:
+    def _opened(self, part: AnswerPart, call: JsonObject) -> JsonObject:
         """Send the events that begin a part, and return its value; `call` has id and name."""
 
     @abc.abstractmethod

@@ -79,7 +79,7 @@ class ResponsesAnswer(ChatAnswer):
         for kind in ("created", "in_progress"):
             self._send(f"response.{kind}", response=self._response("in_progress"))
 
-    def _opened(self, part: AnswerPart, call: dict[str, str]) -> JsonObject:
+    def _opened(self, part: AnswerPart, call: JsonObject) -> JsonObject:
         item = part.value = {
             "id": f"{_PREFIXES[part.kind]}_{self._suffix}{part.at}",
             "type": part.kind,
