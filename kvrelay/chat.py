@@ -14,19 +14,15 @@ import typer
 
 from kvrelay.wire.errors import KvrelayError
 
-__all__ = ["ChatFailed", "answer", "chat", "first_model", "http_session"]
+__all__ = ["answer", "chat", "first_model", "http_session"]
 
 _DEADLINE = aiohttp.ClientTimeout(total=600.0, sock_connect=5.0)
-
-
-class ChatFailed(KvrelayError):
-    """A server that cannot be reached, refuses a request, or breaks an answer off."""
 
 
 async def _refused(response: aiohttp.ClientResponse) -> None:
     if response.status != 200:
         said = (await response.text())[:300]
-        raise ChatFailed(f"the server refused with {response.status}: {said}")
+        raise KvrelayError(f"the server refused with {response.status}: {said}")
 
 
 @contextlib.asynccontextmanager
@@ -35,7 +31,7 @@ async def http_session(
 ) -> AsyncIterator[aiohttp.ClientSession]:
     """Open a session with a server; `verify=False` trusts any certificate (a child's own).
 
-    Raises ChatFailed, also for what ends the block.
+    Raises KvrelayError, also for what ends the block.
     """
     try:
         async with aiohttp.ClientSession(
@@ -48,22 +44,22 @@ async def http_session(
         ) as http:
             yield http
     except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as why:
-        raise ChatFailed(
+        raise KvrelayError(
             f"no OpenAI server answers at {url} ({str(why) or repr(why)}); start one with `kvrelay up` or pass "
             "--url"
         ) from why
 
 
 async def first_model(http: aiohttp.ClientSession) -> str:
-    """Return the first model that a server serves. Raises ChatFailed."""
+    """Return the first model that a server serves. Raises KvrelayError."""
     async with http.get("/v1/models") as response:
         for model in (await response.json())["data"]:
             return str(model["id"])
-    raise ChatFailed("no node is up yet; GET /health says what is missing")
+    raise KvrelayError("no node is up yet; GET /health says what is missing")
 
 
 async def answer(http: aiohttp.ClientSession, model: str, messages: Sequence[Any]) -> str:
-    """Print an answer as it comes, and return its text. Raises ChatFailed."""
+    """Print an answer as it comes, and return its text. Raises KvrelayError."""
     text = ""
     body = {"model": model, "messages": messages, "stream": True}
     async with http.post("/v1/chat/completions", json=body) as response:
@@ -74,16 +70,16 @@ async def answer(http: aiohttp.ClientSession, model: str, messages: Sequence[Any
                 return text
             event = json.loads(data) if data.startswith(b"{") else {}
             if "error" in event:
-                raise ChatFailed(f"the answer broke off: {event['error']}")
+                raise KvrelayError(f"the answer broke off: {event['error']}")
             for choice in event.get("choices", ()):
                 delta = choice["delta"]
                 typer.echo(delta.get("reasoning") or delta.get("content") or "", nl=False)
                 text += delta.get("content") or ""
-    raise ChatFailed("the answer broke off: the stream ended without [DONE]")
+    raise KvrelayError("the answer broke off: the stream ended without [DONE]")
 
 
 def chat(url: str, api_key: str, model: str) -> int:
-    """Answer questions, one a line, until /exit, the input's end or Ctrl-C. Raises ChatFailed."""
+    """Answer questions, one a line, until /exit, the input's end or Ctrl-C. Raises KvrelayError."""
     said: list[dict[str, str]] = []
 
     async def ask(question: Callable[[aiohttp.ClientSession], Awaitable[str]]) -> str:

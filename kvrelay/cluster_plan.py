@@ -226,9 +226,7 @@ def waves(nodes: Sequence[ChildSpec], machine: Machine) -> list[list[ChildSpec]]
 
 
 def reachable(config: RouterConfig | NodeConfig) -> str:
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
-    scheme = "https" if config.ssl_certfile else "http"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.port}"
+    return config.url_at({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host))
 
 
 def _spec(

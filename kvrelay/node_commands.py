@@ -15,7 +15,7 @@ from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ConfigError, DeadlineExceeded, KvrelayError
 from kvrelay.wire.frames import MALFORMED
 
-__all__ = ["CallFailed", "change_role", "drain"]
+__all__ = ["change_role", "drain"]
 
 _TIMEOUT = aiohttp.ClientTimeout(total=10.0, sock_connect=2.0)
 _TICK_S = 0.2
@@ -23,10 +23,6 @@ _HINTS = {
     401: "; give it with --node-api-key (KVRELAY_NODE_API_KEY)",
     404: "; give the address of a node, not of a router",
 }
-
-
-class CallFailed(KvrelayError):
-    """A node that cannot be reached, or refuses."""
 
 
 class _Report(msgspec.Struct):
@@ -39,7 +35,7 @@ class _Report(msgspec.Struct):
 def drain(node: str, key: str, wait_s: float, *, undo: bool = False) -> int:
     """Drain a node and return 0 when it is idle, or with `undo` have it take requests again.
 
-    Raises CallFailed, and DeadlineExceeded after `wait_s`.
+    Raises KvrelayError, and DeadlineExceeded after `wait_s`.
     """
     if undo:
         asyncio.run(_changed(node, key, "undrain", {}, wait_s, lambda _: True))
@@ -55,7 +51,7 @@ def drain(node: str, key: str, wait_s: float, *, undo: bool = False) -> int:
 def change_role(node: str, key: str, role: str, wait_s: float) -> int:
     """Change a node's role and return 0 when it has it.
 
-    Raises ConfigError, CallFailed, and DeadlineExceeded after `wait_s`.
+    Raises ConfigError, KvrelayError, and DeadlineExceeded after `wait_s`.
     """
     if role not in (Role.PREFILL, Role.DECODE):
         raise ConfigError(f"role must be prefill or decode, got {role!r}")
@@ -63,7 +59,7 @@ def change_role(node: str, key: str, role: str, wait_s: float) -> int:
         _changed(node, key, "admin/role", {"role": role}, wait_s, lambda it: it.flips_to is None)
     ).role
     if has != role:
-        raise CallFailed(f"{node} is a {has} node still: somebody has called it off")
+        raise KvrelayError(f"{node} is a {has} node still: somebody has called it off")
     typer.echo(f"{node} is a {role} node")
     return 0
 
@@ -80,7 +76,7 @@ async def _changed(
             try:
                 report = msgspec.json.decode(said, type=_Report)
             except MALFORMED as why:
-                raise CallFailed(f"{node} answers its health check with what is no report") from why
+                raise KvrelayError(f"{node} answers its health check with what is no report") from why
             if ended(report):
                 return report
             left = f"{report.requests} requests and {report.held_blocks} held blocks"
@@ -97,7 +93,7 @@ async def _call(http: aiohttp.ClientSession, method: str, url: str, body: Any = 
         async with http.request(method, url, json=body, allow_redirects=False) as answer:
             said = await answer.read()
     except (aiohttp.ClientError, TimeoutError, OSError) as why:
-        raise CallFailed(f"{url} cannot be reached: {str(why) or repr(why)}") from why
+        raise KvrelayError(f"{url} cannot be reached: {str(why) or repr(why)}") from why
     if answer.status in (200, 202):
         return said
     try:
@@ -105,6 +101,6 @@ async def _call(http: aiohttp.ClientSession, method: str, url: str, body: Any = 
     except (msgspec.DecodeError, LookupError, TypeError) as why:
         if answer.status == 503 and body is None:  # a report while it drains
             return said
-        raise CallFailed(f"{url} answers {answer.status}") from why
+        raise KvrelayError(f"{url} answers {answer.status}") from why
     hint = _HINTS.get(answer.status, "")
-    raise CallFailed(f"{url}: {message}{hint}")
+    raise KvrelayError(f"{url}: {message}{hint}")

@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import uvloop
@@ -78,9 +79,8 @@ async def _serve(
     async with parent.running(), supervisor:
         try:
             await asyncio.gather(*(supervisor.start(worker).ready for worker in workers))
-            scheme = "https" if config.ssl_certfile else "http"
-            host = f"[{config.host}]" if ":" in config.host else config.host
-            _log.info("%d workers serve %s://%s:%d", config.workers, scheme, host, port)
+            url = replace(config, port=port).url_at(config.host)
+            _log.info("%d workers serve %s", config.workers, url)
             await supervisor.watch()
         finally:
             parent.router.ending = True

@@ -25,7 +25,7 @@ from kvrelay.load.workloads import Prompts, Session, Spelling, Turn, sessions
 from kvrelay.wire.errors import KvrelayError
 from kvrelay.wire.json_object import JsonObject
 
-__all__ = ["Experiment", "OnProgress", "ServerUnusable", "inspect_server"]
+__all__ = ["Experiment", "OnProgress", "inspect_server"]
 
 _TIMEOUT = aiohttp.ClientTimeout(total=120.0, sock_connect=10.0)
 _FEW_WORDS, _MANY_WORDS = 64, 320
@@ -36,14 +36,10 @@ _MIN_REQUESTS = 20
 """Fewer requests cannot say whether nine of ten meet their targets."""
 
 
-class ServerUnusable(KvrelayError):
-    """A server that cannot be reached, or refuses what it is asked before the measurement."""
-
-
 async def inspect_server(url: str, api_key: str, model: str, *, chat: bool) -> Server:
     """Ask a server for its model and version, and with `chat` how words become tokens.
 
-    Raises ServerUnusable.
+    Raises KvrelayError.
     """
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
@@ -53,9 +49,9 @@ async def inspect_server(url: str, api_key: str, model: str, *, chat: bool) -> S
             version = await _version(session, url)
             spelling = await _spelling(session, url, model) if chat else Spelling()
     except (aiohttp.ClientError, TimeoutError, OSError) as why:
-        raise ServerUnusable(f"{url} cannot be reached: {why or type(why).__name__}") from why
+        raise KvrelayError(f"{url} cannot be reached: {why or type(why).__name__}") from why
     except (KeyError, IndexError, TypeError, ValueError) as why:
-        raise ServerUnusable(f"{url} does not answer as an OpenAI server does: {why!r}") from why
+        raise KvrelayError(f"{url} does not answer as an OpenAI server does: {why!r}") from why
     return Server(model, version, spelling)
 
 
@@ -64,14 +60,14 @@ async def _json(
 ) -> Any:
     async with session.request(method, url, json=body) as answer:
         if answer.status != 200:
-            raise ServerUnusable(f"{url} answers {answer.status}: {(await answer.text())[:300]}")
+            raise KvrelayError(f"{url} answers {answer.status}: {(await answer.text())[:300]}")
         return await answer.json(content_type=None)
 
 
 async def _version(session: aiohttp.ClientSession, url: str) -> str:
     try:
         return str((await _json(session, "GET", f"{url}/version"))["version"])
-    except (ServerUnusable, KeyError, TypeError, ValueError):
+    except (KvrelayError, KeyError, TypeError, ValueError):
         return ""
 
 
@@ -86,7 +82,7 @@ async def _spelling(session: aiohttp.ClientSession, url: str, model: str) -> Spe
         counts.append(int(answer["usage"]["prompt_tokens"]))
     per_word = (counts[1] - counts[0]) / (_MANY_WORDS - _FEW_WORDS)
     if per_word <= 0:
-        raise ServerUnusable(
+        raise KvrelayError(
             f"{url} says that {_FEW_WORDS} words are {counts[0]} tokens and {_MANY_WORDS} words "
             f"{counts[1]}"
         )
@@ -121,7 +117,7 @@ class Experiment:
         self._answer_s = self._warm_up_s = 0.0
 
     async def run(self) -> None:
-        """Measure all rates, or search one. Raises ConfigError, ServerUnusable, KvrelayError."""
+        """Measure all rates, or search one. Raises ConfigError, KvrelayError."""
         await self._prepare()
         if self._config.find_rate:
             await self._search()
@@ -143,7 +139,7 @@ class Experiment:
         ]
         models = {server.model for server in servers}
         if len(models) > 1:
-            raise ServerUnusable(
+            raise KvrelayError(
                 f"these servers serve {', '.join(sorted(models))}; name one with --model"
             )
         self.server = servers[0]

@@ -187,13 +187,11 @@ def _log_ready(config: NodeConfig, serving: Serving) -> None:
     info = serving.info
     tokens = info.num_blocks * info.block_size
     log.info(
-        "%s node serves %s on http%s://%s:%d: "
+        "%s node serves %s on %s: "
         "%d blocks of %d tokens (%d tokens, %.0f MiB), context %d, loaded in %.1f s",
         config.role,
         serving.model_name,
-        "s" if config.ssl_certfile else "",
-        config.host,
-        config.port,
+        config.url_at(config.host),
         info.num_blocks,
         info.block_size,
         tokens,

@@ -461,8 +461,5 @@ class NodeConfig(ServerConfig):
     @property
     def url(self) -> str:
         """Return where others reach this node: its host, or kv_host if it listens on all addresses."""
-        host = self.transfer.kv_host if self.host in ("0.0.0.0", "::") else self.host
-        scheme = "https" if self.ssl_certfile else "http"
-        return (
-            f"{scheme}://[{host}]:{self.port}" if ":" in host else f"{scheme}://{host}:{self.port}"
-        )
+        everywhere = self.host in ("0.0.0.0", "::")
+        return self.url_at(self.transfer.kv_host if everywhere else self.host)

@@ -90,6 +90,11 @@ class ServerConfig:
             "ssl_ca_certs, whose certificates are good",
         )
 
+    def url_at(self, host: str) -> str:
+        """Return the server's address by a name of its host."""
+        scheme = "https" if self.ssl_certfile else "http"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+
     def check_keys(self, *names: str) -> None:
         """Raise ConfigError for a key that no client can send as a bearer token."""
         for name in names:
