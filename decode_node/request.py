@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-import msgspec
+from msgspec.structs import replace
 
 from kvrelay.kv_transfer.tickets import MAX_ID_CHARS
 from kvrelay.openai_api.logprobs import ScoredPrompt
@@ -87,8 +87,8 @@ class DecodeRequest(NodeRequest):
         if answer.prompt_logprobs is not None:
             scored = ScoredPrompt(submit.prompt_token_ids, answer.prompt_logprobs)
             writer.beginning.scored_prompt = scored
-            own = msgspec.structs.replace(submit.params, prompt_logprobs=None)
-            submit = msgspec.structs.replace(submit, params=own)
+            own = replace(submit.params, prompt_logprobs=None)
+            submit = replace(submit, params=own)
         elif ticket is not None and submit.params.prompt_logprobs is not None:
             raise RequestError(
                 "the prefill node computes the log-probabilities of the prompt, and "
@@ -107,7 +107,7 @@ class DecodeRequest(NodeRequest):
                 going_on[at] = choice.generated
             else:
                 self._ends[at] = over
-        first = msgspec.structs.replace(submit, fetch=ticket)
+        first = replace(submit, fetch=ticket)
         super().__init__(fork_submits(first, going_on), writer)
         if ticket is not None and not going_on:
             self.unneeded = first

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
-import msgspec
+from msgspec.structs import replace
 
 from kvrelay.kv_transfer.backend import (
     AddPeer,
@@ -201,7 +201,7 @@ class Backends:
         way = self._ways[read.peer]
         self._reads[read.read_id] = _Read(read.peer, set(way.parts))
         for rank, process in way.parts:
-            self._do(rank, Do(way.kind, msgspec.structs.replace(read, peer=process)))
+            self._do(rank, Do(way.kind, replace(read, peer=process)))
 
     def peer_gone(self, peer: PeerKey) -> None:
         if (way := self._ways.get(peer)) is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import msgspec
+from msgspec.structs import replace
 
 from kvrelay.kv_transfer.checksums import MOST_BLOCKS
 from kvrelay.kv_transfer.connector import BlockIds, Completion, LeaseId, Released, lease_of
@@ -79,7 +79,7 @@ class Offers:
                 f"request {request_id!r} already has a lease; release it before offering it again"
             )
         self.granted += 1
-        ticket = msgspec.structs.replace(ticket, lease_epoch=self.granted)
+        ticket = replace(ticket, lease_epoch=self.granted)
         expires_at = NEVER if ticket.growing else now + self.lease_s
         self._offers[request_id] = offer = Offer(ticket, ready, expires_at)
         self._words.begin(offer.lease.epoch)
@@ -103,7 +103,7 @@ class Offers:
         if offer.unwanted:
             self.release(request_id)
             return None
-        offer.ticket = msgspec.structs.replace(offer.ticket, growing=False)
+        offer.ticket = replace(offer.ticket, growing=False)
         offer.ready, offer.completion = len(offer.blocks), completion
         self._prolong(offer, now)
         self._tell(offer)
@@ -139,7 +139,7 @@ class Offers:
         if offer is None:
             return None
         offer.asked.difference_update((reader, block) for block in checksums)
-        return msgspec.structs.replace(offer.progress(), checksums=checksums)
+        return replace(offer.progress(), checksums=checksums)
 
     def renew(self, leases: Iterable[LeaseId], now: float) -> tuple[list[LeaseId], list[LeaseId]]:
         """Prolong leases to `now + lease_s`. Returns (kept, lost)."""

@@ -11,7 +11,7 @@ import contextlib
 import logging
 from dataclasses import dataclass, field
 
-import msgspec
+from msgspec.structs import replace
 
 from kvrelay.kv_transfer.backend import Source
 from kvrelay.kv_transfer.backends import Backends
@@ -309,7 +309,7 @@ class Peers:
         opening = backends.open(kind)
         if kind in welcome.on_request:
             if again:
-                self._control.send(peer.key, msgspec.structs.replace(self._hello, opens=[kind]))
+                self._control.send(peer.key, replace(self._hello, opens=[kind]))
         elif not opening:
             peer.sources = backends.sources(welcome, kind)
             backends.add_peer(peer.key, kind, peer.sources)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import msgspec
 import zmq
+from msgspec.structs import replace
 
 from kvrelay.kv_transfer.backend import BackendEvent, BackendThread, TransferBackend
 from kvrelay.kv_transfer.checksums import Checksums
@@ -159,7 +159,7 @@ def join_connector(
     `host`: this machine's address for peers. `lost` is called, from another thread, if rank 0 is
     lost.
     """
-    terms = msgspec.structs.replace(address.terms, host=host)
+    terms = replace(address.terms, host=host)
     backends = make_backends(f"{address.engine_id}-{rank}", region, terms)
     return LedBackends(rank, region, backends, address, lost)
 

@@ -10,6 +10,7 @@ import hashlib
 import hmac
 
 import msgspec
+from msgspec.structs import replace
 
 from kvrelay.kv_transfer.connector import PeerKey
 from kvrelay.wire.config_checks import is_loopback
@@ -37,8 +38,8 @@ def signed(ticket: Ticket, secret: str, now: float) -> Ticket:
     """Return the ticket signed for LIFE_S; unchanged without a secret."""
     if not secret:
         return ticket
-    ticket = msgspec.structs.replace(ticket, expires_at=int(now) + LIFE_S)
-    return msgspec.structs.replace(ticket, signature=_signature(ticket, secret))
+    ticket = replace(ticket, expires_at=int(now) + LIFE_S)
+    return replace(ticket, signature=_signature(ticket, secret))
 
 
 def refusal(ticket: Ticket, secret: str, now: float) -> str | None:

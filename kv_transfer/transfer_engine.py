@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
-import msgspec
+from msgspec.structs import replace
 
 from kvrelay.kv_transfer.backend import Joined, ReadEnded, TransferBackend
 from kvrelay.kv_transfer.backends import Backends
@@ -279,7 +279,7 @@ class TransferEngine:
     def stats(self) -> TransferStats:
         with self._lock:
             offers, stats = self._offers, self._fetches.stats
-            return msgspec.structs.replace(
+            return replace(
                 stats,
                 failures=stats.failures.copy(),
                 ask_failures=self._asks.failures.copy(),

@@ -11,6 +11,7 @@ from typing import cast
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
+from msgspec.structs import replace
 from starlette.types import Receive, Scope, Send
 
 from kvrelay.node.admin_routes import add_admin_routes
@@ -137,7 +138,7 @@ def _health(node: Node) -> dict[str, object]:
         "release": RELEASE,
         "leg_stream": LEGS.oldest,
         "leg_stream_newest": LEGS.newest,
-        "kv": info.kv and msgspec.structs.replace(info.kv, cache=node.cache.source),
+        "kv": info.kv and replace(info.kv, cache=node.cache.source),
         "requests": node.engine.queue_depth(),
         "held_blocks": stats.held_blocks,
         "quarantined_blocks": stats.quarantined_blocks,

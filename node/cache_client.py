@@ -10,6 +10,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from kvrelay.node.child import REPORT_S, RESTART_S, Child
 from kvrelay.node.process import describe_exit
@@ -139,6 +140,6 @@ def identity(fingerprint: Fingerprint, engine: EngineConfig) -> bytes:
     path = Path(engine.model).expanduser()
     found = [each for each in (path, *path.glob("*.json")) if each.suffix == ".json"]
     files = [(each.name, each.read_bytes()) for each in sorted(found) if each.is_file()]
-    alike = msgspec.structs.replace(fingerprint, protocol=0, protocol_newest=0, tp_size=1)
+    alike = replace(fingerprint, protocol=0, protocol_newest=0, tp_size=1)
     of = (alike, engine.device, engine.dtype, engine.quantization, engine.load_format, files)
     return blake2b(msgspec.json.encode(of), digest_size=16).digest()

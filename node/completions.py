@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 import msgspec
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
+from msgspec.structs import replace
 
 from kvrelay.node.http_edge import authorize, client_left
 from kvrelay.node.lifecycle import Node
@@ -136,7 +137,7 @@ async def _start(node: Node, call: Call) -> tuple[list[NodeRequest], AnyRequest,
         log.info("%s body=%s", call.response_id, body_excerpt(call.body))
     requests, parsed = await prepare(serving, node.sandbox, call)
     frames = await run_requests(node, requests, call)
-    load = msgspec.structs.replace(node.engine.load, leg=node.engine.submitted)
+    load = replace(node.engine.load, leg=node.engine.submitted)
     return requests, parsed, load, frames
 
 
@@ -216,10 +217,10 @@ async def _join_frames(parts: Sequence[Frames], writer: AnswerWriter) -> Frames:
                 ends[at] = frame
                 if len(ends) == len(parts):
                     payload = _joined_end(frame, [ends[each] for each in sorted(ends)], writer)
-                    yield msgspec.structs.replace(frame, payload=payload)
+                    yield replace(frame, payload=payload)
                     return
                 payload = frame.payload if writer.streams else b""
-                frame = msgspec.structs.replace(frame, kind=FrameKind.TOKENS, payload=payload)
+                frame = replace(frame, kind=FrameKind.TOKENS, payload=payload)
             yield frame
             if frame.kind is FrameKind.ERROR:
                 return
@@ -275,5 +276,5 @@ async def _plain_body(
     payload = frame.payload
     if frame.kind is FrameKind.HANDOVER and frame.params is not None:
         # A third-party proxy delivers nothing itself: the decode node emits the first token too.
-        payload = request.writer.cut(msgspec.structs.replace(frame.params, sent_text=None))
+        payload = request.writer.cut(replace(frame.params, sent_text=None))
     return 200, timed(payload, frame)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from kvrelay.node.child import REPORT_S, STOP_DEADLINE_S, Child
 from kvrelay.node.process import describe_exit
@@ -214,7 +215,7 @@ class EngineClient:
     def _submit(self, submit: Submit) -> None:
         self.submitted += 1
         if submit.fetch is None and submit.fork_of is None and (tier := self.tier()) is not None:
-            submit = msgspec.structs.replace(submit, sources=[*submit.sources, tier])
+            submit = replace(submit, sources=[*submit.sources, tier])
         self.send(submit)
 
     def _spilled_ms(self, submit: Submit) -> float:

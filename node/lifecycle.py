@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from kvrelay.node.cache_client import CacheClient
 from kvrelay.node.engine_client import EngineClient
@@ -86,7 +86,7 @@ class Node:
     def _tell_changes(self, changes: CacheChanges) -> None:
         self.cache.tell(changes)
         if self.kv_events is not None:
-            self.kv_events.publish(msgspec.structs.replace(changes, used=[], pinned=[]))
+            self.kv_events.publish(replace(changes, used=[], pinned=[]))
 
     def _tell_below(self, changes: CacheChanges) -> None:
         self.engine.send(changes)
@@ -108,7 +108,7 @@ class Node:
         stats, tiers = self.engine.stats, self.cache.stats
         if tiers is None:
             return stats
-        return msgspec.structs.replace(stats, host=tiers.host, store=tiers.store)
+        return replace(stats, host=tiers.host, store=tiers.store)
 
     def check_open(self) -> None:
         if self.draining:
@@ -283,11 +283,11 @@ class Heartbeats:
             for lookup in self._lookups.values():
                 lookup.cancel()
             if self._last is not None:
-                self._send(msgspec.structs.replace(self._last, state=NodeState.LEAVING))
+                self._send(replace(self._last, state=NodeState.LEAVING))
 
     def _send(self, heartbeat: Heartbeat) -> None:
         self._last = heartbeat
-        message = sealed(msgspec.structs.replace(heartbeat, sent_at=time.time()), self._key)
+        message = sealed(replace(heartbeat, sent_at=time.time()), self._key)
         for family, address in [each for found in self._addresses.values() for each in found]:
             # An open socket would be a port for strangers' datagrams.
             with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as once:

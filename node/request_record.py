@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Mapping
 
-import msgspec
+from msgspec.structs import replace
 
 from kvrelay.node.metrics import NodeMetrics
 from kvrelay.node.serving import Call
@@ -100,7 +100,7 @@ class RequestRecord:
         ):
             # The engine has only timed its beginning, or another choice was the last.
             decode_s = max(0.0, total_s - timing.queue_s - timing.prefill_s - timing.transfer_s)
-            timing = msgspec.structs.replace(timing, decode_s=decode_s)
+            timing = replace(timing, decode_s=decode_s)
         return timing
 
     def _line(

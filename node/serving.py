@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from kvrelay.decode_node.request import DecodeRequest
 from kvrelay.node.engine_client import EngineClient
@@ -142,7 +143,7 @@ class Serving:
         given, created = prompts_of(request), int(time.time())
         found = []
         for at, prompt in enumerate(prompts):
-            one = msgspec.structs.replace(request, prompt=given[at])
+            one = replace(request, prompt=given[at])
             if len(given) > 1:
                 first = at * (request.n or 1)
                 params = KvTransferParams(created=created, part=True, first_index=first)
@@ -157,7 +158,7 @@ class Serving:
         prompt: list[int],
     ) -> NodeRequest:
         defaults = params.sampling_defaults or self.defaults
-        params = msgspec.structs.replace(params, sampling_defaults=defaults)
+        params = replace(params, sampling_defaults=defaults)
         # Before looking at each of a million tokens.
         limit = token_limit(request, len(prompt), self.info.max_model_len, defaults)
         generated = [token for each in params.so_far(MAX_CHOICES) for token in each.generated]
@@ -180,7 +181,7 @@ class Serving:
             # 53 bits: a proxy may read numbers as floats.
             default_seed=params.seed if params.seed is not None else random.getrandbits(53),
         )
-        sampling = msgspec.structs.replace(sampling, constraint=form.guided(sampling.constraint))
+        sampling = replace(sampling, constraint=form.guided(sampling.constraint))
         writer = AnswerWriter(
             request,
             self._tokenizer,
@@ -227,7 +228,7 @@ class Serving:
             expected_output=min(max(0, params.expected_output), self.info.max_model_len),
             spill_tokens=max(1, known - max(0, params.cached_tokens)) if params.spill else 0,
             sources=params.sources,
-            pin=msgspec.structs.replace(params.pin, seconds=request.pin_s),
+            pin=replace(params.pin, seconds=request.pin_s),
         )
 
     def parse_tokenize(self, body: bytes) -> tuple[TokenizeRequest, AnyRequest]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 
-import msgspec
+from msgspec.structs import replace
 
 from kvrelay.openai_api.constraints import ToolUse, tool_use
 from kvrelay.openai_api.message_parts import Part, call_id
@@ -48,7 +48,7 @@ class MessageForm:
             return constraint
         opener = self.reasoning.openers[0] if self.opening is Opening.FREE else ""
         closer = self.reasoning.closers[0]
-        return msgspec.structs.replace(constraint, behind=closer, opener=opener)
+        return replace(constraint, behind=closer, opener=opener)
 
     def parser(self) -> TextParser | None:
         hidden, begins = tuple(self.hidden.values()), (self.reasoning, self.opening)
@@ -128,7 +128,7 @@ class MessageStream:
         """
         content, reasoning = "".join(self._texts["content"]), "".join(self._texts["reasoning"])
         calls = [
-            msgspec.structs.replace(
+            replace(
                 call, index=None, function=FunctionDelta(call.function.name, "".join(arguments))
             )
             for call, arguments in self._calls

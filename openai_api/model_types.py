@@ -7,6 +7,7 @@ from typing import Annotated
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
+from msgspec.structs import replace
 
 from kvrelay.openai_api.types import NotEmpty
 from kvrelay.wire.config_checks import Count
@@ -52,7 +53,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     def named(
         self, name: str, *, parent: str | UnsetType = UNSET, root: str | UnsetType = UNSET
     ) -> ModelCard:
-        return msgspec.structs.replace(
+        return replace(
             self,
             id=name,
             display_name=name,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-import msgspec
+from msgspec.structs import replace
 
 from kvrelay.openai_api.logprobs import ScoredPrompt
 from kvrelay.openai_api.stages import stages_ms
@@ -29,14 +29,14 @@ def fork_submits(first: Submit, generated: Mapping[int, Sequence[int]]) -> list[
     """
     submits: list[Submit] = []
     for choice, tokens in generated.items():
-        params = msgspec.structs.replace(first.params, choice=choice)
-        mine = msgspec.structs.replace(first, params=params, generated=list(tokens))
+        params = replace(first.params, choice=choice)
+        mine = replace(first, params=params, generated=list(tokens))
         if submits:
             # The first one reports on the prompt.
-            mine = msgspec.structs.replace(
+            mine = replace(
                 mine,
                 request_id=f"{first.request_id}.{choice}",
-                params=msgspec.structs.replace(params, prompt_logprobs=None),
+                params=replace(params, prompt_logprobs=None),
                 fork_of=first.request_id,
                 fetch=None,
                 sources=[],
@@ -67,9 +67,7 @@ class NodeRequest:
 
     def constrain(self, constraint: Constraint) -> None:
         self.submits = [
-            msgspec.structs.replace(
-                each, params=msgspec.structs.replace(each.params, constraint=constraint)
-            )
+            replace(each, params=replace(each.params, constraint=constraint))
             for each in self.submits
         ]
 
@@ -148,7 +146,7 @@ class NodeRequest:
         if not self.writer.ended:
             return frame
         self.finish = finish
-        return msgspec.structs.replace(
+        return replace(
             frame,
             kind=FrameKind.END,
             payload=payload + self.writer.close(),

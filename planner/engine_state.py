@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import msgspec
+from msgspec.structs import replace
 
 from kvrelay.planner.block_cache import BlockCache
 from kvrelay.planner.pulls import Pulls
@@ -111,4 +111,4 @@ class EngineState:
             promised_tokens=promised,
             max_num_seqs=self.card.max_num_seqs,
         )
-        return msgspec.structs.replace(load, **self.pulls.announced)
+        return replace(load, **self.pulls.announced)

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 from typing import cast
 
-import msgspec
+from msgspec.structs import replace
 
 from kvrelay.planner.engine import Engine
 from kvrelay.planner.seat import PlacementHints, Source
@@ -66,9 +66,7 @@ class Router:
 
     def wanted(self, stream: Stream) -> PlacementQuery:
         targets = self.targets(stream)
-        job = msgspec.structs.replace(
-            _JOB, id=f"{stream.number}", session_id=stream.session, targets=targets
-        )
+        job = replace(_JOB, id=f"{stream.number}", session_id=stream.session, targets=targets)
         return self.placer.wanted(job, self._prefix(stream), stream.prompt)
 
     def told(self, placed: PlacementLeases) -> PlacementHints:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import msgspec
+from msgspec.structs import replace
 
 from kvrelay.openai_api.node_request import NodeRequest
 from kvrelay.openai_api.writer import AnswerWriter
@@ -26,10 +26,10 @@ class PrefillRequest(NodeRequest):
         writer: AnswerWriter,
     ) -> None:
         params = submit.params
-        params = msgspec.structs.replace(params, max_tokens=1, min_tokens=min(params.min_tokens, 1))
+        params = replace(params, max_tokens=1, min_tokens=min(params.min_tokens, 1))
         several = len(writer.choices) > 1
         super().__init__(
-            [msgspec.structs.replace(submit, params=params, hold=True, hold_stopped=several)],
+            [replace(submit, params=params, hold=True, hold_stopped=several)],
             writer,
         )
         self._several, self._asked, self._prompt_told = several, asked, False
@@ -39,7 +39,7 @@ class PrefillRequest(NodeRequest):
         if update.held is None or update.finish is not None:
             yield from super().frames(update, load)
         elif self._asked.pipelined and self.submits[0].params.prompt_logprobs is None:
-            early = msgspec.structs.replace(
+            early = replace(
                 self._params(update, None),
                 sent_text=None,
                 prompt_token_ids=None,

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from kvrelay.wire.errors import RequestError
 from kvrelay.wire.kv_events import Pin
@@ -163,7 +164,7 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     def with_ticket(self, ticket: Ticket | None) -> KvTransferParams:
         claim = KvTransferParams() if ticket is None else ticket
         values = {name: getattr(claim, name) for name in Ticket.__struct_fields__}
-        return msgspec.structs.replace(self, **values)
+        return replace(self, **values)
 
     @property
     def choices(self) -> list[ChoiceSoFar]:
@@ -178,7 +179,7 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def with_choices(self, choices: list[ChoiceSoFar]) -> KvTransferParams:
         first, *others = choices
-        return msgspec.structs.replace(
+        return replace(
             self,
             generated=first.generated,
             generated_logprobs=first.logprobs,

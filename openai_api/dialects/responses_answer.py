@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from kvrelay.openai_api.dialects.base import (
     KEEP_ALIVE,
@@ -69,7 +69,7 @@ class ResponsesAnswer(ChatAnswer):
 
     def error(self, status: int, error: ErrorBody) -> bytes:
         param = _PARAMS.get(error.param or "", error.param)
-        return openai_error(status, msgspec.structs.replace(error, param=param))
+        return openai_error(status, replace(error, param=param))
 
     def _send(self, kind: str, **values: Any) -> None:
         self._sent.append(named_event(kind, sequence_number=self._number, **values))
