@@ -77,7 +77,7 @@ def result_of(config: BenchConfig, experiment: Experiment, began: datetime.datet
         made=Provenance(
             _command(),
             began.isoformat(timespec="seconds"),
-            _machine(),
+            f"{platform.system()} {platform.machine()}, {len(os.sched_getaffinity(0))} cores",
             _versions(server.version),
             config.seed,
         ),
@@ -93,10 +93,6 @@ def _command() -> str:
     return shlex.join(
         [f"{hidden}=***" if word.startswith(f"{hidden}=") else word for word in shown]
     )
-
-
-def _machine() -> str:
-    return f"{platform.system()} {platform.machine()}, {len(os.sched_getaffinity(0))} cores"
 
 
 def _versions(server: str) -> dict[str, str]:

@@ -96,8 +96,12 @@ class AnswerReader:
 
     def _read_event(self, event: _Event, now_s: float) -> None:
         record = self.record
-        if event.usage is not None:
-            self._read_usage(event.usage)
+        if (usage := event.usage) is not None:
+            record.usage = True
+            record.output_tokens = usage.completion_tokens
+            record.prompt_tokens = usage.prompt_tokens
+            if usage.prompt_tokens_details is not None:
+                record.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
         if not event.choices:
             return
         choice = event.choices[0]
@@ -109,13 +113,6 @@ class AnswerReader:
         if _has_token(choice):
             record.output_tokens += not record.usage
             self._add_chunk(now_s)
-
-    def _read_usage(self, usage: _Usage) -> None:
-        record = self.record
-        record.usage = True
-        record.output_tokens, record.prompt_tokens = usage.completion_tokens, usage.prompt_tokens
-        if usage.prompt_tokens_details is not None:
-            record.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
 
     def _add_chunk(self, now_s: float) -> None:
         record = self.record

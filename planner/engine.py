@@ -107,10 +107,6 @@ class Engine(EngineState):
         self._pairs += _pairs(seat.known, left) - _pairs(seat.known, seat.left)
         seat.left = left
 
-    def _count_out(self, seat: Seat, tokens: int, *, complete: bool) -> None:
-        if seat.tpot_ms:
-            self._announced.left(seat.tpot_ms, seat.expected, tokens, complete=complete)
-
     def _leave(self, seat: Seat) -> None:
         del self._line[bisect.bisect_left(self._line, seat.turn, key=lambda each: each[:2])]
 
@@ -227,7 +223,7 @@ class Engine(EngineState):
             )
         else:
             steps = self._batch[0][0] - self._steps
-            if self._hides_some():
+            if self.card.ahead and next(self._came_late(), None) is not None:
                 steps = 1
             steps = max(1, min(steps, self.cache.free // running)) if running > 1 else steps
             first = card.step_ms(running, self._context)
@@ -243,9 +239,6 @@ class Engine(EngineState):
             else:
                 self._ready.append(seat)
         return [] if self._preempted(now) else self._chunks(now)
-
-    def _hides_some(self) -> bool:
-        return self.card.ahead and next(self._came_late(), None) is not None
 
     def _came_late(self) -> Iterator[float]:
         came = (seat.came for seat in (*self._ready, *(entry[2] for entry in self._line)))
@@ -289,7 +282,8 @@ class Engine(EngineState):
         self.cache.give_back(seat.blocks, private, stream.answer)
         self.running -= 1
         del self._seats[stream]
-        self._count_out(seat, stream.output, complete=True)
+        if seat.tpot_ms:
+            self._announced.left(seat.tpot_ms, seat.expected, stream.output, complete=True)
         self._hears.ended(stream, now)
 
     def _prompt_computed(self, seat: Seat, now: float) -> None:
