@@ -25,9 +25,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
-
-from kvrelay.kv_transfer.connector import BlockIds, OnError, PeerKey, PoolRegion, Read
+from kvrelay.kv_transfer.connector import BlockIds, OnError, PeerKey, PoolRegion, Read, Tagged
 from kvrelay.kv_transfer.shares import Share
 from kvrelay.wire.errors import KvrelayError, PeerLost, TransferError
 
@@ -118,11 +116,11 @@ class TransferBackend(Protocol):
     def close(self) -> None: ...
 
 
-class Open(msgspec.Struct, tag="open", frozen=True):
+class Open(Tagged, frozen=True):
     """A job: open the backend, if it is not open. Opened follows."""
 
 
-class AddPeer(msgspec.Struct, tag="add", frozen=True):
+class AddPeer(Tagged, frozen=True):
     """A job: get ready to read from a process. Joined follows, with the same `attempt`."""
 
     peer: PeerKey
@@ -130,26 +128,26 @@ class AddPeer(msgspec.Struct, tag="add", frozen=True):
     attempt: int
 
 
-class PeerGone(msgspec.Struct, tag="gone", frozen=True):
+class PeerGone(Tagged, frozen=True):
     """A job: the peer's process is gone for certain."""
 
     peer: PeerKey
 
 
-class DropPeer(msgspec.Struct, tag="drop", frozen=True):
+class DropPeer(Tagged, frozen=True):
     """A job: no read from this peer is in flight, or comes before the next AddPeer."""
 
     peer: PeerKey
 
 
-class Opened(msgspec.Struct, tag="opened", frozen=True):
+class Opened(Tagged, frozen=True):
     """An event: the metadata that peers need, or None and why the backend is missing."""
 
     metadata: bytes | None
     why: str = ""
 
 
-class Joined(msgspec.Struct, tag="joined", frozen=True):
+class Joined(Tagged, frozen=True):
     """An event: reads from this peer may be posted, or (`error`) never will be."""
 
     peer: PeerKey
@@ -157,7 +155,7 @@ class Joined(msgspec.Struct, tag="joined", frozen=True):
     error: KvrelayError | None = None
 
 
-class ReadEnded(msgspec.Struct, tag="ended", frozen=True):
+class ReadEnded(Tagged, frozen=True):
     """An event: all bytes of a read are in, or it broke.
 
     `in_flight`: bytes may still land; another event follows.

@@ -27,6 +27,7 @@ __all__ = [
     "Read",
     "Released",
     "Settled",
+    "Tagged",
     "lease_of",
     "peer_of",
 ]
@@ -52,6 +53,10 @@ class PoolRegion:
     def gpu(self) -> int | None:
         """Index of its GPU; None on a CPU. Raises ValueError for what a peer may not say."""
         return None if self.device == "cpu" else int(self.device.removeprefix("cuda:"))
+
+
+class Tagged(msgspec.Struct, frozen=True, tag=str.lower):
+    """A message, which the name of its class in lower case tells from others."""
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -166,7 +171,7 @@ def peer_of(place: Ticket | Source) -> PeerKey:
     return PeerKey(place.remote_host, place.remote_port, place.generation)
 
 
-class Read(msgspec.Struct, tag="read", frozen=True):
+class Read(Tagged, frozen=True):
     """A command: read remote block i into local block i. ReadEnded or ReadFailed follows."""
 
     read_id: int

@@ -37,7 +37,11 @@ __all__ = [
 MAX_MESSAGE_BYTES = 1 << 20
 
 
-class HandshakeRequest(msgspec.Struct, tag="hello", frozen=True):
+class _Message(msgspec.Struct, frozen=True, tag=str.lower):
+    """A message, which the name of its class in lower case tells from others."""
+
+
+class HandshakeRequest(_Message, tag="hello", frozen=True):
     """A reader's first message, repeated with each backend that it needs."""
 
     engine_id: str
@@ -53,7 +57,7 @@ class RankCard(msgspec.Struct, frozen=True):
     """Open backends, with what a reader needs for each."""
 
 
-class HandshakeReply(msgspec.Struct, tag="welcome", frozen=True):
+class HandshakeReply(_Message, tag="welcome", frozen=True):
     """A source's answer to a handshake: fingerprints agree; here are the pools."""
 
     engine_id: str
@@ -69,20 +73,20 @@ class HandshakeReply(msgspec.Struct, tag="welcome", frozen=True):
     """Checksums are as old as the KV, so a reader must check all blocks."""
 
 
-class Refused(msgspec.Struct, tag="refused", frozen=True):
+class Refused(_Message, frozen=True):
     """A source's refusal, with its reason in one sentence."""
 
     reason: str
 
 
-class Renew(msgspec.Struct, tag="renew", frozen=True):
+class Renew(_Message, frozen=True):
     """A reader's heartbeat. `sent_at` is the reader's clock, echoed."""
 
     sent_at: float
     leases: list[LeaseId]
 
 
-class Renewed(msgspec.Struct, tag="renewed", frozen=True):
+class Renewed(_Message, frozen=True):
     """A source's answer to Renew."""
 
     sent_at: float
@@ -90,21 +94,21 @@ class Renewed(msgspec.Struct, tag="renewed", frozen=True):
     lost: list[LeaseId]
 
 
-class End(msgspec.Struct, tag="end", frozen=True):
+class End(_Message, frozen=True):
     """A reader's farewell to a lease; tokens other than 0 are waited for."""
 
     lease: LeaseId
     token: int
 
 
-class Ended(msgspec.Struct, tag="ended", frozen=True):
+class Ended(_Message, frozen=True):
     """A source's answer to End: whether the lease was held until then."""
 
     token: int
     held: bool
 
 
-class Follow(msgspec.Struct, tag="follow", frozen=True):
+class Follow(_Message, frozen=True):
     """A reader's request to hear how far a lease's KV is, now and as it grows.
 
     With `checksums` it asks for those of these blocks instead.
@@ -114,7 +118,7 @@ class Follow(msgspec.Struct, tag="follow", frozen=True):
     checksums: list[int] = []
 
 
-class ChunkProgress(msgspec.Struct, tag="grown", frozen=True):
+class ChunkProgress(_Message, tag="grown", frozen=True):
     """A source's news: the first `ready` blocks can be read; with a completion all."""
 
     lease: LeaseId
@@ -124,7 +128,7 @@ class ChunkProgress(msgspec.Struct, tag="grown", frozen=True):
     """Checksums by block: 8 bytes for each KV head of each rank."""
 
 
-class LeaseCached(msgspec.Struct, tag="lease", frozen=True):
+class LeaseCached(_Message, tag="lease", frozen=True):
     """A reader's wish for a lease on the longest cached prefix of `hashes`; since version 2."""
 
     token: int
@@ -136,7 +140,7 @@ class LeaseCached(msgspec.Struct, tag="lease", frozen=True):
     """16 bytes for each block; each names all before it, too."""
 
 
-class Leased(msgspec.Struct, tag="leased", frozen=True):
+class Leased(_Message, frozen=True):
     """A source's answer to LeaseCached: a ticket that begins with block `first`, or none."""
 
     token: int
@@ -145,7 +149,7 @@ class Leased(msgspec.Struct, tag="leased", frozen=True):
     """Why it was not looked up."""
 
 
-class Doubt(msgspec.Struct, tag="doubt", frozen=True):
+class Doubt(_Message, frozen=True):
     """A reader's news for a source that keeps checksums: blocks that are not what they should be."""
 
     blocks: list[int]

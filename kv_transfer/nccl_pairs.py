@@ -25,7 +25,7 @@ import msgspec
 import torch
 
 from kvrelay.kv_transfer.backend import wake_in_time
-from kvrelay.kv_transfer.connector import BlockIds
+from kvrelay.kv_transfer.connector import BlockIds, Tagged
 from kvrelay.kv_transfer.nccl_library import (
     RECEIVES,
     SENDS,
@@ -63,7 +63,7 @@ class Address(msgspec.Struct, frozen=True):
     key: bytes
 
 
-class Meet(msgspec.Struct, tag="meet", frozen=True):
+class Meet(Tagged, frozen=True):
     """A reader's first message: make a new pair's communicator with me."""
 
     pair: bytes
@@ -73,7 +73,7 @@ class Meet(msgspec.Struct, tag="meet", frozen=True):
     """The unique id of an NCCL communicator."""
 
 
-class Ask(msgspec.Struct, tag="ask", frozen=True):
+class Ask(Tagged, frozen=True):
     """A reader's request to send this part of these blocks, in order."""
 
     pair: bytes
@@ -82,7 +82,7 @@ class Ask(msgspec.Struct, tag="ask", frozen=True):
     num_bytes: int
 
 
-class Part(msgspec.Struct, tag="part", frozen=True):
+class Part(Tagged, frozen=True):
     """A farewell of either side: nothing more is sent."""
 
     pair: bytes

@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from kvrelay.kv_transfer.backend import BackendEvent, BackendJob
-from kvrelay.kv_transfer.connector import OnError, PoolRegion
+from kvrelay.kv_transfer.connector import OnError, PoolRegion, Tagged
 from kvrelay.kv_transfer.shares import Heads
 from kvrelay.kv_transfer.sockets import Codec, SocketThread, received, require_curve
 from kvrelay.wire import errors
@@ -68,29 +68,29 @@ class LinkAddress(msgspec.Struct, frozen=True):
     terms: BackendTerms
 
 
-class Stop(msgspec.Struct, tag="stop", frozen=True):
+class Stop(Tagged, frozen=True):
     """A command to close a backend that another rank cannot have."""
 
     kind: str
 
 
-class Do(msgspec.Struct, tag="do", frozen=True):
+class Do(Tagged, frozen=True):
     kind: str
     job: BackendJob
 
 
-class Sum(msgspec.Struct, tag="sum", frozen=True):
+class Sum(Tagged, frozen=True):
     """A question for checksums of blocks. Summed follows."""
 
     number: int
     blocks: list[int]
 
 
-class Close(msgspec.Struct, tag="close", frozen=True):
+class Close(Tagged, frozen=True):
     """A message that the engine ends."""
 
 
-class Prepared(msgspec.Struct, tag="prepared", frozen=True):
+class Prepared(Tagged, frozen=True):
     """A rank's first message: its pool, and why it lacks some backends."""
 
     rank: int
@@ -98,19 +98,19 @@ class Prepared(msgspec.Struct, tag="prepared", frozen=True):
     missing: dict[str, str]
 
 
-class News(msgspec.Struct, tag="news", frozen=True):
+class News(Tagged, frozen=True):
     kind: str
     event: BackendEvent
 
 
-class Summed(msgspec.Struct, tag="summed", frozen=True):
+class Summed(Tagged, frozen=True):
     """An answer to Sum, in the order of its blocks."""
 
     number: int
     checksums: list[bytes]
 
 
-class Broke(msgspec.Struct, tag="broke", frozen=True):
+class Broke(Tagged, frozen=True):
     """A thread of the rank has ended by our own error."""
 
     reason: str

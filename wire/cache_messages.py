@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvrelay.wire.config import CacheConfig, TransferConfig
-from kvrelay.wire.engine_messages import EngineFailed, TierStats
+from kvrelay.wire.engine_messages import EngineFailed, Named, TierStats
 from kvrelay.wire.kv_events import CacheChanges
 from kvrelay.wire.transfer import Fingerprint, Source
 
@@ -23,7 +23,7 @@ class CacheSetup(msgspec.Struct, frozen=True):
     log_format: str = ""
 
 
-class Attach(msgspec.Struct, frozen=True, tag=True):
+class Attach(Named, frozen=True):
     """A command: take blocks from this new engine."""
 
     engine: Source

@@ -24,6 +24,7 @@ __all__ = [
     "EngineStats",
     "FromEngine",
     "LoadAdapter",
+    "Named",
     "Order",
     "RequestUpdate",
     "StepOutputs",
@@ -34,7 +35,11 @@ __all__ = [
 ]
 
 
-class Submit(msgspec.Struct, frozen=True, tag=True):
+class Named(msgspec.Struct, frozen=True, tag=True):
+    """A message, which the name of its class tells from others."""
+
+
+class Submit(Named, frozen=True):
     """A command: start a request.
 
     `generated` are output tokens that it already has; `fetch` tells where its KV is held. `hold`
@@ -68,7 +73,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     pin: Pin = Pin()
 
 
-class Order(msgspec.Struct, frozen=True, tag=True):
+class Order(Named, frozen=True):
     """A command about what it names; unknown names are ignored.
 
     abort: stop a request and free what it took. release: nobody will fetch the KV held for a
@@ -83,7 +88,7 @@ class Order(msgspec.Struct, frozen=True, tag=True):
     name: str = ""
 
 
-class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+class LoadAdapter(Named, frozen=True):
     """A command: read a LoRA adapter and give it a slot; see AdapterAnswer.
 
     `in_place`: it may take the name of another one, whose requests end first.
@@ -95,7 +100,7 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
     in_place: bool = False
 
 
-class AskStats(msgspec.Struct, frozen=True, tag=True):
+class AskStats(Named, frozen=True):
     """A command: send EngineStats now."""
 
     number: int
@@ -161,14 +166,14 @@ class RequestUpdate(msgspec.Struct, frozen=True, array_like=True):
     """Tokens whose KV is pinned; with the answer's."""
 
 
-class StepOutputs(msgspec.Struct, frozen=True, tag=True):
+class StepOutputs(Named, frozen=True):
     """A message with all updates of one step, and the load after it."""
 
     updates: list[RequestUpdate]
     load: Load
 
 
-class EngineReady(msgspec.Struct, frozen=True, tag=True):
+class EngineReady(Named, frozen=True):
     """A message that the model is loaded, with what the engine is."""
 
     engine_id: str
@@ -225,7 +230,7 @@ class TransferStats(msgspec.Struct):
     """Seconds since the slowest of its threads was last seen alive."""
 
 
-class EngineStats(msgspec.Struct, frozen=True, tag=True):
+class EngineStats(Named, frozen=True):
     """A snapshot of counters and gauges, sent every half second and when the engine goes idle."""
 
     load: Load
@@ -261,13 +266,13 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
         return self.prompt_tokens + self.cached_prompt_tokens
 
 
-class EngineFailed(msgspec.Struct, frozen=True, tag=True):
+class EngineFailed(Named, frozen=True):
     """A last message: why the engine process ends."""
 
     message: str
 
 
-class AdapterAnswer(msgspec.Struct, frozen=True, tag=True):
+class AdapterAnswer(Named, frozen=True):
     """An answer: requests may name this adapter now, or why not."""
 
     asked: int
