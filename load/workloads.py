@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from kvrelay.wire.config_checks import Share, Some
 from kvrelay.wire.errors import ConfigError
@@ -101,7 +101,7 @@ _Bound = Annotated[float, Meta(gt=0, le=1e7)]
 _Pair = tuple[_Bound, _Bound]
 
 
-class Agents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Agents(Struct, frozen=True, forbid_unknown_fields=True):
     """A fleet of agents. Pairs are bounds of log-normal values, two deviations from the median."""
 
     systems: Some = 4
@@ -150,7 +150,7 @@ def agents_of(spec: str) -> Agents:
     return agents
 
 
-class Work(msgspec.Struct, frozen=True):
+class Work(Struct, frozen=True):
     """A workload; lengths are means in tokens, `spread` their standard deviation in means."""
 
     prompt: int = 512
@@ -298,7 +298,7 @@ def _between(pair: _Pair, rng: random.Random) -> float:
 _Tokens = Annotated[int, Meta(ge=0, le=1 << 26)]
 
 
-class _TraceRow(msgspec.Struct):
+class _TraceRow(Struct):
     timestamp: float
     input_length: _Tokens
     output_length: _Tokens

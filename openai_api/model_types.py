@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Annotated
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import replace
 
 from kvrelay.openai_api.types import NotEmpty
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-class ModelCard(msgspec.Struct, frozen=True):
+class ModelCard(Struct, frozen=True):
     """A served model, for OpenAI's and Anthropic's clients.
 
     `parent` is an adapter's base model, `root` an alias's model.
@@ -72,7 +72,7 @@ def model_list(cards: list[ModelCard]) -> JsonObject:
     }
 
 
-class TokenizeRequest(msgspec.Struct, frozen=True):
+class TokenizeRequest(Struct, frozen=True):
     """A body of POST /tokenize, beside the fields of a completion or chat."""
 
     model: str | None = None
@@ -84,19 +84,19 @@ class TokenizeRequest(msgspec.Struct, frozen=True):
         return bytes(self.messages).strip() not in (b"", b"null")
 
 
-class TokenizeResponse(msgspec.Struct, frozen=True):
+class TokenizeResponse(Struct, frozen=True):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
 
 
-class DetokenizeRequest(msgspec.Struct, frozen=True):
+class DetokenizeRequest(Struct, frozen=True):
     tokens: list[Count]
     model: str | None = None
 
 
-class LoadAdapterRequest(msgspec.Struct, frozen=True):
+class LoadAdapterRequest(Struct, frozen=True):
     """A body of POST /v1/load_lora_adapter: a folder on each node."""
 
     lora_name: Annotated[str, Meta(min_length=1, max_length=256)]
@@ -104,18 +104,18 @@ class LoadAdapterRequest(msgspec.Struct, frozen=True):
     load_inplace: bool = False
 
 
-class UnloadAdapterRequest(msgspec.Struct, frozen=True):
+class UnloadAdapterRequest(Struct, frozen=True):
     lora_name: str
 
 
-class NodeAnswer(msgspec.Struct, frozen=True):
+class NodeAnswer(Struct, frozen=True):
     url: str
     role: str
     status: int
     message: str
 
 
-class AdapterAnswer(msgspec.Struct, frozen=True):
+class AdapterAnswer(Struct, frozen=True):
     lora_name: str
     message: str
     nodes: list[NodeAnswer] | UnsetType = UNSET

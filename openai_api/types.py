@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from kvrelay.openai_api.json_body import one_of
 from kvrelay.wire.config_checks import Count
@@ -79,19 +79,19 @@ Listed = Meta(max_length=MAX_LISTED_TOKENS)
 Tools = Annotated[list[JsonObject], Meta(max_length=MAX_TOOLS)]
 
 
-class StreamOptions(msgspec.Struct, frozen=True):
+class StreamOptions(Struct, frozen=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class CacheControl(msgspec.Struct, frozen=True):
+class CacheControl(Struct, frozen=True):
     """A wish to keep the KV of a prompt and its answer."""
 
     type: Annotated[str, one_of("ephemeral")]
     ttl: Annotated[str, one_of("5m", "1h")] = "5m"
 
 
-class JsonSchemaFormat(msgspec.Struct, frozen=True):
+class JsonSchemaFormat(Struct, frozen=True):
     """A JSON schema, followed even without `strict`."""
 
     name: str | None = None
@@ -99,12 +99,12 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True):
     strict: bool | None = None
 
 
-class ResponseFormat(msgspec.Struct, frozen=True):
+class ResponseFormat(Struct, frozen=True):
     type: Annotated[str, one_of("text", "json_object", "json_schema")]
     json_schema: JsonSchemaFormat | None = None
 
 
-class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
     """A constraint by vLLM's names: one of the first five fields; the next two are for JSON.
 
     The two after them change nothing here, and `structural_tag` is refused.
@@ -122,7 +122,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     structural_tag: Any = None
 
 
-class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingFields(Struct, frozen=True, kw_only=True):
     model: str | None = None
     max_tokens: Count | None = None
     temperature: Temperature | None = None
@@ -182,14 +182,14 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         return max(PIN_S.get(each or "", 0) for each in (session, ttl, self.prompt_cache_retention))
 
 
-class ContentPart(msgspec.Struct, frozen=True):
+class ContentPart(Struct, frozen=True):
     """A part of a message's content; models here read text only."""
 
     type: Annotated[str, one_of("text")]
     text: str
 
 
-class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+class Message(Struct, frozen=True, omit_defaults=True):
     """A message of a chat. Templates get all its fields."""
 
     role: NotEmpty
@@ -212,11 +212,11 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
         return "\n".join(part.text for part in content)
 
 
-class FunctionName(msgspec.Struct, frozen=True):
+class FunctionName(Struct, frozen=True):
     name: ToolName
 
 
-class NamedTool(msgspec.Struct, frozen=True):
+class NamedTool(Struct, frozen=True):
     """A choice of one tool, which the model must call."""
 
     type: Annotated[str, one_of("function")]
@@ -270,7 +270,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
 AnyRequest = ChatRequest | CompletionRequest
 
 
-class Usage(msgspec.Struct, frozen=True):
+class Usage(Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -282,7 +282,7 @@ class Usage(msgspec.Struct, frozen=True):
         return cls(prompt, generated, prompt + generated, details)
 
 
-class TokenLogprob(msgspec.Struct, frozen=True):
+class TokenLogprob(Struct, frozen=True):
     """A token, whose `bytes` may be a part of a character; a chosen one has the likeliest."""
 
     token: str
@@ -291,7 +291,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     top_logprobs: list[TokenLogprob] | UnsetType = UNSET
 
 
-class CompletionLogprobs(msgspec.Struct, frozen=True):
+class CompletionLogprobs(Struct, frozen=True):
     """A set of lists with an entry per token; offsets count characters."""
 
     text_offset: list[int]
@@ -300,14 +300,14 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     top_logprobs: list[dict[str, float] | None]
 
 
-class FunctionDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+class FunctionDelta(Struct, frozen=True, omit_defaults=True):
     """A called function, or an addition to it; `arguments` may be cut off or broken."""
 
     name: str | None = None
     arguments: str | None = None
 
 
-class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+class ToolCallDelta(Struct, frozen=True, omit_defaults=True):
     """A call, or an addition to one, whose first chunk has `id` and `type`."""
 
     index: int | None = None
@@ -316,7 +316,7 @@ class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     type: str | None = None
 
 
-class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
+class Delta(Struct, frozen=True, omit_defaults=True):
     """An addition to the message, with both names of reasoning."""
 
     role: str | None = None
@@ -330,7 +330,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.reasoning or self.reasoning_content
 
 
-class Choice(msgspec.Struct, frozen=True):
+class Choice(Struct, frozen=True):
     """A choice of an answer or a chunk: a chat's message or an addition to it, or text.
 
     In chunks `stop_reason` is in the last.
@@ -347,7 +347,7 @@ class Choice(msgspec.Struct, frozen=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class Answer(msgspec.Struct, frozen=True):
+class Answer(Struct, frozen=True):
     """A whole answer, or a chunk of a stream; the usage chunk has no choices."""
 
     id: str

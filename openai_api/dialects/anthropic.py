@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from kvrelay.openai_api.dialects.base import (
     KEEP_ALIVE,
@@ -42,29 +42,29 @@ _MAX_MARKERS = 4
 _encode = msgspec.json.Encoder().encode
 
 
-class Turn(msgspec.Struct, frozen=True):
+class Turn(Struct, frozen=True):
     role: Annotated[str, one_of("user", "assistant", "system")]
     content: str | list[JsonObject]
 
 
-class Thinking(msgspec.Struct, frozen=True):
+class Thinking(Struct, frozen=True):
     """A switch of thinking; the budget is not enforced."""
 
     type: Annotated[str, one_of("enabled", "adaptive", "disabled")]
     budget_tokens: int | None = None
 
 
-class OutputFormat(msgspec.Struct, frozen=True):
+class OutputFormat(Struct, frozen=True):
     type: Annotated[str, one_of("json_schema")]
     schema_: JsonObject = msgspec.field(name="schema")
 
 
-class OutputConfig(msgspec.Struct, frozen=True):
+class OutputConfig(Struct, frozen=True):
     effort: str | None = None
     format: OutputFormat | None = None
 
 
-class CountRequest(msgspec.Struct, frozen=True, kw_only=True):
+class CountRequest(Struct, frozen=True, kw_only=True):
     """A body of POST /v1/messages/count_tokens: the prompt."""
 
     model: str

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from kvrelay.openai_api.dialects.base import (
     assistant,
@@ -40,17 +40,17 @@ _ROLES = ("user", "assistant", "system", "developer")
 _WITH_LOGPROBS = "message.output_text.logprobs"
 
 
-class ReasoningConfig(msgspec.Struct, frozen=True):
+class ReasoningConfig(Struct, frozen=True):
     effort: str | None = None
     summary: str | None = None
 
 
-class TextConfig(msgspec.Struct, frozen=True):
+class TextConfig(Struct, frozen=True):
     format: JsonObject | None = None
     verbosity: str | None = None
 
 
-class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
+class ResponsesRequest(Struct, frozen=True, kw_only=True):
     """A body of POST /v1/responses, besides fields of a chat completion."""
 
     model: str | None = None
