@@ -261,9 +261,6 @@ class Serving:
         self._check_tokens(asked.tokens, "tokens")
         return {"prompt": self._tokenizer.decode(asked.tokens, skip_special_tokens=False)}
 
-    def token_text(self, token_id: int) -> str:
-        return self._tokenizer.token_text(token_id)
-
     def cards(self, created: int) -> list[ModelCard]:
         base = ModelCard.create(self.model_name, created, self.info.max_model_len)
         return [base, *(base.named(name, parent=base.id) for name in self.adapters)]

@@ -13,7 +13,6 @@ from kvrelay.wire.errors import KvrelayError
 
 __all__ = [
     "DONE",
-    "SSE_MEDIA_TYPE",
     "error_event",
     "event",
     "joined_body",
@@ -21,7 +20,6 @@ __all__ = [
     "summed_usage",
 ]
 
-SSE_MEDIA_TYPE = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
 
 

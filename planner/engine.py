@@ -15,7 +15,7 @@ from typing import Any
 
 from kvrelay.planner.engine_state import EngineState
 from kvrelay.planner.pulls import Pulls
-from kvrelay.planner.rate_card import RateCard
+from kvrelay.planner.rate_card import Piece, RateCard
 from kvrelay.planner.seat import Leg, PlacementHints, Planned, Seat
 from kvrelay.planner.setting import Stream
 
@@ -86,7 +86,7 @@ class Engine(EngineState):
     def computed(self, stream: Stream, last_chunk: int, now: float) -> None:
         """Note that a decode leg's KV is computed; all but its last chunk may be here already."""
         seat = self._seats[stream]
-        seat.computed_at, seat.last_chunk = now, last_chunk
+        seat.computed_at = now
         if seat.begun:
             self._await_fetch(seat, min(seat.missing, last_chunk), now)
 
@@ -231,7 +231,7 @@ class Engine(EngineState):
             self._planned = Planned(steps, now, first, (last - first) / steps)
         self._schedule()
 
-    def _made_up(self, now: float) -> list[tuple[int, int]]:
+    def _made_up(self, now: float) -> list[Piece]:
         ready, self._ready = self._ready, []
         for seat in ready:
             if seat.came <= self._launching:
@@ -321,10 +321,10 @@ class Engine(EngineState):
         if ms > 0:
             self._hears.gap(ms, 1)
 
-    def _chunks(self, now: float) -> list[tuple[int, int]]:
+    def _chunks(self, now: float) -> list[Piece]:
         reserved = len(self._batch)
         room = self._budget.room(reserved, self.context(now) if reserved else 0)
-        pieces: list[tuple[int, int]] = []
+        pieces: list[Piece] = []
         ready: list[int] = []
         kept: list[tuple[int, int, Seat]] = []
         admits, at = True, 0

@@ -30,8 +30,9 @@ _ASK_MS, _FAR = 2.0, 65_536
 _BY_LAUNCH = 1.25
 """A step that took so many times what its device needs was waiting for its launch."""
 
-Pieces = Sequence[tuple[int, int]]
-"""Chunks of a step: their tokens, and those before them."""
+Piece = tuple[int, int]
+"""A chunk of a step: its tokens, and those before them."""
+Pieces = Sequence[Piece]
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -169,7 +170,7 @@ class RateCard(msgspec.Struct, frozen=True, dict=True):
         return first.ms - each * first.tokens, each
 
     @cached_property
-    def _transfer_lines(self) -> list[tuple[list[float], list[float]]]:
+    def _transfer_lines(self) -> list[Line]:
         return [
             lines_of((0, each.tokens, each.ms) for each in points)[1][0]
             for name, points in self.transfer.items()
@@ -260,8 +261,10 @@ def write_card(card: RateCard, path: Path) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(card), indent=1) + b"\n")
 
 
-Lines = tuple[list[float], list[tuple[list[float], list[float]]]]
-"""Numbers of lines; for each its places, and the values there."""
+Line = tuple[list[float], list[float]]
+"""Places, and the values there."""
+Lines = tuple[list[float], list[Line]]
+"""Numbers of lines, and the lines."""
 
 
 def lines_of(points: Iterable[tuple[float, float, float]]) -> Lines:

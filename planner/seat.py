@@ -94,7 +94,6 @@ class Seat:
     """Tokens of KV in no named block, when it began to run."""
     missing: int = 0
     computed_at: float = -1.0
-    last_chunk: int = 0
     ends_at: int = 0
     due: int = 0
     stopped: float = -1.0
