@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from kvrelay.commands import add_commands
@@ -15,6 +14,7 @@ from kvrelay.config_commands import add_config_commands
 from kvrelay.flag_names import answer_for
 from kvrelay.help import ALL, GroupedCommands
 from kvrelay.node.process import die_with_parent, exit_now
+from kvrelay.terminal import plain_console
 from kvrelay.wire.errors import ConfigError, KvrelayError
 from kvrelay.wire.versions import RELEASE
 
@@ -87,7 +87,7 @@ def _usage(why: Any, words: Sequence[str]) -> str:
 
 def _fail(message: str, code: int) -> int:
     first, _, rest = message.partition("\n")
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = plain_console(stderr=True)
     console.print(Text(first, style="red"))
     if rest:
         console.print(Text(rest))

@@ -23,6 +23,7 @@ from kvrelay.cluster_plan import (
 from kvrelay.machine import this_machine
 from kvrelay.node.process import private_folder
 from kvrelay.supervisor import Child, ChildSpec, Supervisor, until_stopped
+from kvrelay.terminal import plain_console
 
 __all__ = ["up"]
 
@@ -32,7 +33,7 @@ _PROOF = "In one or two sentences: what is a key-value cache?"
 
 def up(config: ClusterConfig, planned: Callable[..., list[ChildSpec]] = plan) -> int:
     """Run the cluster until Ctrl-C or SIGTERM and return 0. Raises ConfigError, ChildFailed."""
-    machine, console = this_machine(config), Console(highlight=False, soft_wrap=True)
+    machine, console = this_machine(config), plain_console()
     log_dir, router = _log_dir(config), config.router
     drawn = "" if router.admin_key else secrets.token_urlsafe(24)
     # They are drawn here: a process that is started again keeps them.

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from kvrelay.cluster_plan import API_KEY, NODE_API_KEY
 from kvrelay.help import GroupedCommand
 from kvrelay.machine import embedded_model
 from kvrelay.settings import build, merge, settings_of
+from kvrelay.terminal import plain_console
 from kvrelay.wire.config import CacheConfig, EngineConfig
 from kvrelay.wire.config_checks import base_url
 from kvrelay.wire.router_config import KeyConfig
@@ -111,7 +111,7 @@ def _plan(
 
     work = workload_of(workload)
     wanted = Wanted(gpus, read_card(card), work, Targets(ttft_ms, tpot_ms), rate)
-    return run_plan(wanted, Console(highlight=False, soft_wrap=True), as_json=as_json)
+    return run_plan(wanted, plain_console(), as_json=as_json)
 
 
 def _replay(
@@ -151,7 +151,7 @@ def _replay(
         build(CacheConfig, merge(settings_of(CacheConfig), sizes | {"kv_host_memory": each}, None))
         for each in kv_host_memory
     ]
-    console = Console(highlight=False, soft_wrap=True)
+    console = plain_console()
     return run_replay(incident, read_card(card), nodes, policy, tiers, console, pull=kv_pull)
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console
 
 from kvrelay.cluster_plan import (
     ADMIN_KEY,
@@ -32,6 +31,7 @@ from kvrelay.load.config import BenchConfig
 from kvrelay.machine import check_node_extra, check_port, embedded_model
 from kvrelay.node.process import LOG_FORMAT, log_to_stderr, raise_file_limit
 from kvrelay.settings import CPU, Setting, Values, build, merge, settings_of, without
+from kvrelay.terminal import plain_console
 from kvrelay.wire.config import NodeConfig, RanksConfig, Role
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.router_config import RouterConfig
@@ -163,15 +163,13 @@ def _run_cluster(values: Values) -> int:
 def _write_compose(values: Values) -> int:
     from kvrelay.compose import write
 
-    return write(values, Console(highlight=False, soft_wrap=True))
+    return write(values, plain_console())
 
 
 def _run_bench(values: Values) -> int:
     from kvrelay.bench import run as run_bench
 
-    return run_bench(
-        values, Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
-    )
+    return run_bench(values, plain_console(width=None if sys.stdout.isatty() else 140))
 
 
 def _run_profile(values: Values) -> int:
@@ -179,7 +177,7 @@ def _run_profile(values: Values) -> int:
 
     config = build(ProfileConfig, _for_engine(values))
     node = _with_model_here(config.node)
-    console = Console(highlight=False, soft_wrap=True)
+    console = plain_console()
     return run(node, Path(config.out), config.seconds, console)
 
 
