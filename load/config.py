@@ -113,42 +113,39 @@ class BenchConfig:
         self._check_together()
 
     def _check_together(self) -> None:
-        for ok, message in (
-            (
-                not (self.agents and self.trace),
-                "agents say themselves what is asked; leave trace out",
-            ),
-            (
-                not (self.concurrency and self.rate),
-                "rate and concurrency contradict each other: open or closed loop",
-            ),
-            (
-                not (self.concurrency and self.find_rate) or bool(self.agents),
-                "find_rate searches a rate; leave concurrency out",
-            ),
-            (
-                not (self.agents and self.find_rate and self.rate),
-                "agents are searched by sessions at once; begin at --concurrency, not --rate",
-            ),
-            (
-                not (self.requests and self.find_rate),
-                "each probe of find_rate takes --duration-s; leave requests out",
-            ),
-            (
-                len(self.rates) < 2 or not self.find_rate,
-                "find_rate begins at one rate; leave the others out",
-            ),
-            (self.arrivals != "trace" or bool(self.trace), "arrivals trace needs --trace FILE"),
-            (
-                not self.agents or self.endpoint == "chat",
-                "agents need --endpoint chat: a turn holds the text of the answers",
-            ),
-            (
-                bool(self.clients) or self._open_loop,
-                "how fast? give --rate, --concurrency or --find-rate",
-            ),
-        ):
-            require(ok, message)
+        require(
+            not (self.agents and self.trace),
+            "agents say themselves what is asked; leave trace out",
+        )
+        require(
+            not (self.concurrency and self.rate),
+            "rate and concurrency contradict each other: open or closed loop",
+        )
+        require(
+            not (self.concurrency and self.find_rate) or bool(self.agents),
+            "find_rate searches a rate; leave concurrency out",
+        )
+        require(
+            not (self.agents and self.find_rate and self.rate),
+            "agents are searched by sessions at once; begin at --concurrency, not --rate",
+        )
+        require(
+            not (self.requests and self.find_rate),
+            "each probe of find_rate takes --duration-s; leave requests out",
+        )
+        require(
+            len(self.rates) < 2 or not self.find_rate,
+            "find_rate begins at one rate; leave the others out",
+        )
+        require(self.arrivals != "trace" or bool(self.trace), "arrivals trace needs --trace FILE")
+        require(
+            not self.agents or self.endpoint == "chat",
+            "agents need --endpoint chat: a turn holds the text of the answers",
+        )
+        require(
+            bool(self.clients) or self._open_loop,
+            "how fast? give --rate, --concurrency or --find-rate",
+        )
 
     @property
     def _open_loop(self) -> bool:
