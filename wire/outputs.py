@@ -6,8 +6,7 @@ import enum
 import math
 from typing import Annotated
 
-import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 __all__ = ["Finish", "Load", "PromptBlocks", "TokenLogprobs"]
 
@@ -24,7 +23,7 @@ class Finish(enum.StrEnum):
     ERROR = "error"
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(Struct, frozen=True, array_like=True):
     """A token's natural log-probability before penalties, temperature and masks, and the likeliest
     ones.
     """
@@ -37,7 +36,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Rank of a prompt's token, from 1; 0: unknown."""
 
 
-class Load(msgspec.Struct, frozen=True, array_like=True):
+class Load(Struct, frozen=True, array_like=True):
     """A node's load, in every reply."""
 
     running: int = 0
@@ -102,7 +101,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
         return min(60, max(1, math.ceil(self.backlog_ms / 1e3)))
 
 
-class PromptBlocks(msgspec.Struct, frozen=True, array_like=True):
+class PromptBlocks(Struct, frozen=True, array_like=True):
     """A prompt's full blocks, by name, and perhaps those behind it."""
 
     block_size: Annotated[int, Meta(ge=1)]

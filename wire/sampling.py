@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from kvrelay.wire.config_checks import Count, Share
 from kvrelay.wire.errors import ConfigError, RequestError, limit_of
@@ -89,7 +89,7 @@ _REGEX_BRACKET = re.compile(r"\\.|\[\^?\]?|[()\]]", re.DOTALL)
 _VERBOSE = re.compile(r"\(\?[a-wyzA-Z-]*x|/[a-wyz]*x[a-z]*$")
 
 
-class Constraint(msgspec.Struct, frozen=True, array_like=True):
+class Constraint(Struct, frozen=True, array_like=True):
     """A constraint on the text of an answer, followed by masking tokens (paged_engine/grammar.py).
 
     `text` by kind: json: a schema; regex: for the whole answer; choice: a JSON list of answers;
@@ -161,7 +161,7 @@ def _regex_deep(text: str) -> int:
     return deepest
 
 
-class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
+class SamplingParams(Struct, frozen=True, array_like=True):
     """A choice's sampling parameters. Token i is a function of (logits, these values, i):
     kernels/sampling.py.
 
@@ -231,7 +231,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
         return self
 
 
-class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
+class SamplingDefaults(Struct, frozen=True, omit_defaults=True):
     """A model's own sampling, for fields that a request leaves out."""
 
     temperature: Temperature = 1.0

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from kvrelay.wire.errors import RequestError
@@ -43,7 +43,7 @@ def packed(token_ids: Iterable[int]) -> bytes:
     return array("i", token_ids).tobytes()
 
 
-class ChoiceSoFar(msgspec.Struct, kw_only=True, omit_defaults=True):
+class ChoiceSoFar(Struct, kw_only=True, omit_defaults=True):
     """A choice that another node continues.
 
     `generated` are its output tokens, with `logprobs` if the client asks. `sent_text` counts the
@@ -57,7 +57,7 @@ class ChoiceSoFar(msgspec.Struct, kw_only=True, omit_defaults=True):
     finish: Finish | None = None
 
 
-class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+class Ticket(Struct, frozen=True, kw_only=True):
     """A claim on KV of another process: its lease and blocks, signed by kv_transfer/tickets.py."""
 
     remote_engine_id: str = ""
@@ -80,7 +80,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     adapter_digest: str = ""
 
 
-class Source(msgspec.Struct, frozen=True):
+class Source(Struct, frozen=True):
     """A node that likely has KV of a prompt's first tokens in its prefix cache."""
 
     host: str
@@ -92,7 +92,7 @@ class Source(msgspec.Struct, frozen=True):
     """KvFacts.seal of that node."""
 
 
-class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+class KvTransferParams(Struct, kw_only=True, omit_defaults=True):
     """A router's wishes for a request of a hand-over, a ticket, and the answer so far.
 
     The answer is what the next node would otherwise compute again. Without a default: unknown.
@@ -215,7 +215,7 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 _MAY_DIFFER = ("tp_size", "protocol", "protocol_newest")
 
 
-class Fingerprint(msgspec.Struct, frozen=True):
+class Fingerprint(Struct, frozen=True):
     """A description of a node's KV, compared at the handshake.
 
     `tp_size` may differ, because `kv_heads` are those of all ranks; so may versions with a common
@@ -254,7 +254,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
         return None
 
 
-class KvFacts(msgspec.Struct, frozen=True, cache_hash=True):
+class KvFacts(Struct, frozen=True, cache_hash=True):
     """A node's facts about its KV, by which a router pairs nodes."""
 
     fingerprint: Fingerprint
