@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
 import time
 import uuid
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -126,7 +126,7 @@ class CacheProcess:
         due = min([self._report_at, *(each for each in times if each > now)])
         if self._wake in dict(self._poller.poll(round((due - now) * 1000 + 0.5))):
             os.eventfd_read(self._wake)
-        with contextlib.suppress(zmq.Again):
+        with suppress(zmq.Again):
             while True:
                 self._handle(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
         self._handle_events()

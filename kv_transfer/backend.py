@@ -15,13 +15,13 @@ A connection that ends proves nothing; a process that is gone does (`peer_gone`)
 from __future__ import annotations
 
 import collections
-import contextlib
 import ctypes
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -350,5 +350,5 @@ _PR_SET_TIMERSLACK, _NANOSECONDS = 29, 1000
 
 def wake_in_time() -> None:
     """Have this thread sleep 1 us longer than it asks for, not Linux's usual 50."""
-    with contextlib.suppress(OSError, AttributeError):  # another system
+    with suppress(OSError, AttributeError):  # another system
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _NANOSECONDS, 0, 0, 0)

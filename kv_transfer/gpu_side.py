@@ -10,11 +10,11 @@ A GPU's pool is one cudaMalloc (kernels/pool_memory.py), which peers map by CUDA
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import math
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ class _Pins:
 
     def close(self) -> None:
         for start in range(0, self._pinned, self._piece):
-            with contextlib.suppress(cuda_runtime.CudaError):
+            with suppress(cuda_runtime.CudaError):
                 cuda_runtime.unpin(self._address + start)
 
 
@@ -194,7 +194,7 @@ class GpuSide:
         if pool.mapping is not None:
             self._pins.pop(pool.address).close()
             return
-        with contextlib.suppress(cuda_runtime.CudaError):
+        with suppress(cuda_runtime.CudaError):
             cuda_runtime.close_handle(pool.address)
 
     def close(self) -> None:

@@ -10,11 +10,11 @@ share words) it asks.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import mmap
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -97,7 +97,7 @@ class LeaseWords:
 
         self.place: HostFile | None = None
         self._words = memoryview(bytearray(_WORDS * _WORD_BYTES)).cast("Q")
-        with contextlib.suppress(AttributeError, OSError, ValueError):
+        with suppress(AttributeError, OSError, ValueError):
             size = _GENERATION_BYTES + _WORDS * _WORD_BYTES
             self._file, memory = sealed_memory("kvrelay-leases", size)
             memory[:_GENERATION_BYTES] = generation.encode()

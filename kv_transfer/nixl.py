@@ -5,7 +5,6 @@ UCX's listener has no authentication, so it listens on the network devices of `k
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import ipaddress
 import logging
@@ -14,6 +13,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,10 +78,10 @@ def addresses_here() -> list[tuple[str, str]]:
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
             for _, name in socket.if_nameindex():
-                with contextlib.suppress(OSError):  # without an address
+                with suppress(OSError):  # without an address
                     ifreq = fcntl.ioctl(asker, _SIOCGIFADDR, struct.pack("40s", name.encode()))
                     found.append((name, socket.inet_ntoa(ifreq[20:24])))
-        with contextlib.suppress(FileNotFoundError):  # the kernel has no IPv6
+        with suppress(FileNotFoundError):  # the kernel has no IPv6
             for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
                 address, *_, name = line.split()
                 found.append((name, str(ipaddress.ip_address(bytes.fromhex(address)))))
@@ -299,7 +299,7 @@ class NixlBackend:
         self._quietly(lambda: self._agent.release_xfer_handle(handle.transfer))
 
     def _quietly(self, give_back: Callable[[], object]) -> None:
-        with contextlib.suppress(*self._errors):
+        with suppress(*self._errors):
             give_back()
 
 

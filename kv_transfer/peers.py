@@ -7,8 +7,8 @@ gone only if somebody else answers for it, or nobody listens there.
 
 from __future__ import annotations
 
-import contextlib
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -267,7 +267,7 @@ class Peers:
             return
         peer.welcome, peer.due = welcome, now + self._config.heartbeat_s
         if welcome.lease_words is not None and peer.words is None:
-            with contextlib.suppress(TransferError):  # another host or user: we ask
+            with suppress(TransferError):  # another host or user: we ask
                 peer.words = HeldWords(welcome.lease_words, key.generation, welcome.engine_id)
         self._send_asks(peer)
         leases = self._fetches.leases(key)

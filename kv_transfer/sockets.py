@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import abc
 import collections
-import contextlib
 import logging
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -126,7 +126,7 @@ class SocketThread(abc.ABC):
 
     def wake(self) -> None:
         # full: the thread is about to look
-        with contextlib.suppress(BlockingIOError, OSError):
+        with suppress(BlockingIOError, OSError):
             self._waker.send(b"\0")
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -170,7 +170,7 @@ class SocketThread(abc.ABC):
 
     def reply(self, name: bytes, frame: bytes) -> None:
         """Send to a peer of the ROUTER; lost if it is gone or has not read for long."""
-        with contextlib.suppress(zmq.Again):
+        with suppress(zmq.Again):
             self.router.send_multipart([name, frame], zmq.NOBLOCK)
 
     def run_jobs(self) -> None:
@@ -196,7 +196,7 @@ class SocketThread(abc.ABC):
             while not self._closing:
                 self.run_jobs()
                 ready = {sock for sock, _ in self.poller.poll(self.wait_ms())}
-                with contextlib.suppress(BlockingIOError):
+                with suppress(BlockingIOError):
                     self._woken.recv(1 << 16)
                 self.on_ready(ready)
         except Exception as error:
@@ -239,7 +239,7 @@ class Connection:
 
     def send(self, frame: bytes) -> None:
         """Send, or drop the frame after 1,000 unread ones."""
-        with contextlib.suppress(zmq.Again):
+        with suppress(zmq.Again):
             self.dealer.send(frame, zmq.NOBLOCK)
 
     def end_event(self) -> int:

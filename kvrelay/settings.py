@@ -6,7 +6,6 @@ Owns the order flags > file > defaults.
 from __future__ import annotations
 
 import ast
-import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -17,6 +16,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -200,7 +200,7 @@ def _converted(kind: Any, raw: Any) -> object:
 
 def _listed(item: object) -> list[object]:
     if isinstance(item, str) and item.startswith("["):
-        with contextlib.suppress(ValueError):
+        with suppress(ValueError):
             return list(json.loads(item))
     return [item]
 

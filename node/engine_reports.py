@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -78,7 +78,7 @@ def engine_ready(
 
 
 def _host_id() -> str:
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         return _BOOT_ID.read_text(encoding="ascii").strip()
     return ""
 

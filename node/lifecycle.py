@@ -7,12 +7,12 @@ ended and held KV is fetched, and then serves the other role.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from msgspec.structs import replace
@@ -136,7 +136,7 @@ class Node:
 
         `lends`: cached KV may be held, which others may read without a pause.
         """
-        with contextlib.suppress(EngineDead, TimeoutError):
+        with suppress(EngineDead, TimeoutError):
             async with asyncio.timeout(deadline_s):
                 while (
                     self.engine.queue_depth()
@@ -277,7 +277,7 @@ class Heartbeats:
                 await self._look_up()
                 if (heartbeat := self._read()) is not None:
                     self._send(heartbeat)
-                with contextlib.suppress(TimeoutError):
+                with suppress(TimeoutError):
                     await asyncio.wait_for(self._wakeup.wait(), self._interval_s)
         finally:
             for lookup in self._lookups.values():
@@ -290,7 +290,7 @@ class Heartbeats:
         message = sealed(replace(heartbeat, sent_at=time.time()), self._key)
         for family, address in [each for found in self._addresses.values() for each in found]:
             # An open socket would be a port for strangers' datagrams.
-            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as once:
+            with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as once:
                 once.setblocking(False)
                 once.sendto(message, address)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import logging
@@ -15,6 +14,7 @@ import stat
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, get_args
 
@@ -122,7 +122,7 @@ def exit_now(code: int) -> NoReturn:
     """End the process without teardown, which may wait for a failed GPU forever."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             stream.flush()
     os._exit(code)
 
@@ -195,7 +195,7 @@ class LogThread(logging.Handler):
             left_out = f"{dropped} lines of this log are left out: nobody took it for a while"
             lines = [*lines, left_out]
         rest = memoryview("".join([f"{line}\n" for line in lines]).encode(errors="replace"))
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
 

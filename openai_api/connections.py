@@ -6,7 +6,6 @@ Adds them, and the check of Host, to uvicorn's httptools protocol.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import functools
 import logging
@@ -15,6 +14,7 @@ import resource
 import sys
 import termios
 from asyncio import TimerHandle
+from contextlib import suppress
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import (
@@ -167,7 +167,7 @@ class HttpConnection(HttpToolsProtocol):
         waiting = self.transport.get_write_buffer_size()
         socket = self.transport.get_extra_info("socket")
         if socket is not None:
-            with contextlib.suppress(OSError):  # it is closed
+            with suppress(OSError):  # it is closed
                 waiting += int.from_bytes(
                     fcntl.ioctl(socket.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder
                 )
