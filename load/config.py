@@ -20,7 +20,7 @@ from kvrelay.load.workloads import (
     agents_of,
     lengths_of,
 )
-from kvrelay.wire.config_checks import Count, Some, base_url, check_fields, require
+from kvrelay.wire.config_checks import Count, Some, SomeShare, base_url, check_fields, require
 
 __all__ = ["BenchConfig"]
 
@@ -75,7 +75,7 @@ class BenchConfig:
     """Find the highest rate at which --attainment of the requests meet their targets; with --agents,
     the most sessions at once.
     """
-    attainment: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    attainment: SomeShare = 0.9
     """Share of requests that has to meet its targets."""
     precision: _Positive = 0.05
     """Largest distance from the found rate to one that is too high, as a share."""

@@ -17,8 +17,8 @@ from kvrelay.openai_api.types import (
     NamedTool,
     ResponseFormat,
     SamplingFields,
+    ShortText,
     StructuredOutputs,
-    ToolName,
 )
 from kvrelay.wire.errors import RequestError
 from kvrelay.wire.json_object import JsonObject
@@ -93,7 +93,7 @@ def tool_use(request: ChatRequest) -> ToolUse:
 
 
 class _Function(msgspec.Struct):
-    name: ToolName
+    name: ShortText
     parameters: JsonObject | None = None
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Annotated
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
-from kvrelay.openai_api.types import NotEmpty
+from kvrelay.openai_api.types import NotEmpty, ShortText
 from kvrelay.wire.config_checks import Count
 from kvrelay.wire.json_object import JsonObject
 
@@ -99,7 +98,7 @@ class DetokenizeRequest(Struct, frozen=True):
 class LoadAdapterRequest(Struct, frozen=True):
     """A body of POST /v1/load_lora_adapter: a folder on each node."""
 
-    lora_name: Annotated[str, Meta(min_length=1, max_length=256)]
+    lora_name: ShortText
     lora_path: NotEmpty
     load_inplace: bool = False
 

@@ -48,15 +48,12 @@ _EXCERPT_BYTES = 2000
 class Server(Protocol):
     def check_key(self, request: Request) -> None:
         """Raise Unauthorized if a key is needed."""
-        ...
 
     def owner(self, request: Request) -> str:
         """Return the owner of responses: the key's hash, or one name for all."""
-        ...
 
     async def complete(self, request: Request, translate: Translate) -> Response:
         """Answer a body that means a completion. Raises KvrelayError."""
-        ...
 
     async def tokenized(
         self, request: Request, path: str, translate: Callable[[bytes], bytes]
@@ -64,7 +61,6 @@ class Server(Protocol):
         """Return the answer of /tokenize or /detokenize, None if the client is gone. Raises
         KvrelayError.
         """
-        ...
 
     def served(self) -> list[str]: ...
 
@@ -72,7 +68,6 @@ class Server(Protocol):
 
     def alive(self) -> bool:
         """Return false if only a new process can help."""
-        ...
 
 
 def error_shape(path: str) -> Callable[[int, ErrorBody], bytes]:

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from kvrelay.openai_api.json_body import one_of
-from kvrelay.wire.config_checks import Count
+from kvrelay.wire.config_checks import Count, Priority
 from kvrelay.wire.json_object import JsonObject
 from kvrelay.wire.sampling import (
     MAX_LISTED_TOKENS,
@@ -44,11 +44,11 @@ __all__ = [
     "NamedTool",
     "ResponseFormat",
     "SamplingFields",
+    "ShortText",
     "StreamOptions",
     "StructuredOutputs",
     "TokenLogprob",
     "ToolCallDelta",
-    "ToolName",
     "Usage",
 ]
 
@@ -58,7 +58,6 @@ MAX_CHOICES = 128
 MAX_MESSAGES = 16384
 """Messages of a chat, each rendered by a template."""
 MAX_TOOLS = 1024
-_MAX_PRIORITY = 2**31 - 1
 _MAX_STOP_CHARS = 1024
 PIN_S = {"session": 60, "5m": 300, "in_memory": 300, "in-memory": 300, "1h": 3600, "24h": 86400}
 """Seconds for which a request wishes to keep its KV, by the value of a field."""
@@ -68,12 +67,10 @@ Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 Stops = Annotated[
     list[Annotated[str, Meta(min_length=1, max_length=_MAX_STOP_CHARS)]], Meta(max_length=64)
 ]
-BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
+ShortText = Annotated[str, Meta(min_length=1, max_length=256)]
 NotEmpty = Annotated[str, Meta(min_length=1)]
-ToolName = Annotated[str, Meta(min_length=1, max_length=256)]
 Salt = Annotated[str, Meta(min_length=1, max_length=1024)]
 Session = Annotated[str, Meta(max_length=256)]
-Priority = Annotated[int, Meta(ge=-_MAX_PRIORITY, le=_MAX_PRIORITY)]
 Listed = Meta(max_length=MAX_LISTED_TOKENS)
 # Untyped, because templates want each tool as the client wrote it.
 Tools = Annotated[list[JsonObject], Meta(max_length=MAX_TOOLS)]
@@ -162,7 +159,7 @@ class SamplingFields(Struct, frozen=True, kw_only=True):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     allowed_token_ids: Annotated[list[int], Meta(min_length=1)] | None = None
-    bad_words: Annotated[list[BadWord], Listed] | None = None
+    bad_words: Annotated[list[ShortText], Listed] | None = None
 
     @property
     def echoed_logprobs(self) -> int | None:
@@ -213,7 +210,7 @@ class Message(Struct, frozen=True, omit_defaults=True):
 
 
 class FunctionName(Struct, frozen=True):
-    name: ToolName
+    name: ShortText
 
 
 class NamedTool(Struct, frozen=True):

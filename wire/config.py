@@ -16,6 +16,7 @@ from kvrelay.wire.config_checks import (
     Positive,
     Share,
     Some,
+    SomeShare,
     check_fields,
     is_address,
     is_loopback,
@@ -136,7 +137,7 @@ class EngineConfig:
     """Bytes of one rank's KV pool, for example 4GiB; 0 takes 1 GiB on CPU, on CUDA what
     gpu_memory_utilization leaves.
     """
-    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    gpu_memory_utilization: SomeShare = 0.9
     """Share of a GPU's memory that one process may use, KV pool included."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """auto (the compute dtype) or fp8 (e4m3, a scale per token and head; CUDA only); equal on all

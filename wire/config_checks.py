@@ -24,8 +24,10 @@ __all__ = [
     "OrDefault",
     "Port",
     "Positive",
+    "Priority",
     "Share",
     "Some",
+    "SomeShare",
     "base_url",
     "check_fields",
     "gib",
@@ -43,6 +45,9 @@ Positive = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=0)]
 Some = Annotated[int, Meta(gt=0)]
+SomeShare = Annotated[float, Meta(gt=0, le=1)]
+_MAX_PRIORITY = 2**31 - 1
+Priority = Annotated[int, Meta(ge=-_MAX_PRIORITY, le=_MAX_PRIORITY)]
 OrDefault = Annotated[int, Meta(ge=0, description="0 takes the default")]
 LogFormat = Literal["text", "json"]
 

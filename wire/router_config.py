@@ -12,6 +12,7 @@ from kvrelay.wire.config_checks import (
     Count,
     Port,
     Positive,
+    Priority,
     Share,
     Some,
     check_fields,
@@ -26,7 +27,6 @@ __all__ = ["LIVE", "MAX_DRAIN_S", "POLICY_NAMES", "PRICE", "KeyConfig", "Policy"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HASH = re.compile(r"[0-9a-f]{64}")
-_MAX_PRIORITY = 2**31 - 1
 _Limit = Annotated[int, Meta(ge=0, description="0 is no limit")]
 
 
@@ -40,7 +40,7 @@ class KeyConfig:
     """SHA-256 of the key, in hexadecimal; a plain hash is enough for a random key."""
     weight: Annotated[float, Meta(ge=1e-6, le=1e6)] = 1.0
     """The key's share of waiting requests, against other keys'."""
-    priority: Annotated[int, Meta(ge=-_MAX_PRIORITY, le=_MAX_PRIORITY)] = 0
+    priority: Priority = 0
     """Priority of requests that ask for none, and the lowest (most important) that they may ask for."""
     requests_per_minute: _Limit = 0
     """0 is no limit."""

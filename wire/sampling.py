@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from kvrelay.wire.config_checks import Count, Share
+from kvrelay.wire.config_checks import Count, Share, SomeShare
 from kvrelay.wire.errors import ConfigError, RequestError, limit_of
 from kvrelay.wire.json_object import JsonObject
 
@@ -41,7 +41,7 @@ MAX_LOGPROBS = 20
 MAX_LISTED_TOKENS = 1024
 """Listed tokens are applied one by one in every step."""
 Temperature = Annotated[float, Meta(ge=0, le=2)]
-TopP = Annotated[float, Meta(gt=0, le=1)]
+TopP = SomeShare
 TopK = Annotated[int, Meta(ge=-1)]
 """0 and -1 consider all tokens."""
 MinP = Share
