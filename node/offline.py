@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from kvrelay.node.completions import run_requests
 from kvrelay.node.engine_client import EngineClient
@@ -22,12 +23,12 @@ from kvrelay.wire.frames import Frame, FrameKind
 __all__ = ["Offline", "offline"]
 
 
+@dataclass(frozen=True, slots=True)
 class Offline:
     """A ready node without HTTP. Any number of calls may run at once."""
 
-    def __init__(self, node: Node, serving: Serving) -> None:
-        self._node = node
-        self.serving = serving
+    _node: Node
+    serving: Serving
 
     async def run(self, chat: bool, body: bytes) -> tuple[list[NodeRequest], list[Frame]]:
         """Run a completion; return a request for each prompt, and all frames.

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvrelay.wire.errors import ConfigError
@@ -45,11 +46,12 @@ def start_tracing(configured: str, service: str) -> Tracing | None:
     return Tracing(endpoint, service) if endpoint else None
 
 
+@dataclass(frozen=True, slots=True)
 class RequestSpan:
     """A request in this process; `headers` go with its own requests."""
 
-    def __init__(self, span: Span, headers: dict[str, str]) -> None:
-        self._span, self.headers = span, headers
+    _span: Span
+    headers: dict[str, str]
 
     def end(self, attributes: Mapping[str, Any], ended: float, error: str = "") -> None:
         from opentelemetry.trace import Status, StatusCode
