@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import importlib.metadata
 import os
@@ -10,6 +9,7 @@ import platform
 import shlex
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import uvloop
@@ -44,7 +44,7 @@ def run(values: Values, console: Console) -> int:
     if path.suffix != ".json":
         raise ConfigError(f"output {config.output!r} must end with .json")
     if not config.seed:  # no server has seen these prompts
-        config = dataclasses.replace(config, seed=time.time_ns() // 1_000_000)
+        config = replace(config, seed=time.time_ns() // 1_000_000)
     status, began = console.status("asking the server"), datetime.datetime.now(datetime.UTC)
 
     def update(name: str, progress: Progress) -> None:

@@ -7,10 +7,10 @@ last ones under load.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -211,18 +211,14 @@ class Experiment:
         seed = f"{config.seed} {len(self.runs)}"
         load = Load(config.work, config.arrival(rate), seed, clients, config.requests)
         if config.requests:
-            return dataclasses.replace(load, warm_up_s=start_s), Window(start_s, math.inf)
+            return replace(load, warm_up_s=start_s), Window(start_s, math.inf)
         window = Window(start_s, start_s + config.duration_s)
         sending_s = window.end_s + (0.0 if clients else self._answer_s)
-        load = dataclasses.replace(
-            load, sending_s=sending_s, judged_s=window.end_s, drain_s=config.deadline_s
-        )
+        load = replace(load, sending_s=sending_s, judged_s=window.end_s, drain_s=config.deadline_s)
         if config.find_rate:
             # A request without an answer by then has missed its targets.
             first_s, token_s = config.targets.ttft_ms / 1e3, config.targets.tpot_ms / 1e3
-            load = dataclasses.replace(
-                load, drain_s=_SEARCH_DRAIN_S, first_s=first_s, token_s=token_s
-            )
+            load = replace(load, drain_s=_SEARCH_DRAIN_S, first_s=first_s, token_s=token_s)
         return load, window
 
     def _run(self, load: Load, outcome: Outcome, window: Window) -> Run:

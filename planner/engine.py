@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvrelay.planner.engine_state import EngineState
+from kvrelay.planner.engine_state import EngineState, Entry
 from kvrelay.planner.pulls import Pulls
 from kvrelay.planner.rate_card import Piece, RateCard
 from kvrelay.planner.seat import Leg, PlacementHints, Planned, Seat
@@ -326,7 +326,7 @@ class Engine(EngineState):
         room = self._budget.room(reserved, self.context(now) if reserved else 0)
         pieces: list[Piece] = []
         ready: list[int] = []
-        kept: list[tuple[int, int, Seat]] = []
+        kept: list[Entry] = []
         admits, at = True, 0
         for at, entry in enumerate(self._line):  # noqa: B007
             seat = entry[2]

@@ -13,7 +13,10 @@ from kvrelay.wire.announced import Announced
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.step_costs import Pace, StepBudget, StepCosts
 
-__all__ = ["EngineState"]
+__all__ = ["EngineState", "Entry"]
+
+Entry = tuple[int, int, Seat]
+"""A request behind the two numbers that order it."""
 
 
 class EngineState:
@@ -41,10 +44,10 @@ class EngineState:
         self._pairs = 0.0
         """Each of `tokens` times those before it in its request, summed up."""
         self._seats: dict[Stream, Seat] = {}
-        self._line: list[tuple[int, int, Seat]] = []
+        self._line: list[Entry] = []
         self._arrivals = self._arrived_tokens = 0
         self._ready: list[Seat] = []
-        self._batch: list[tuple[int, int, Seat]] = []
+        self._batch: list[Entry] = []
         self._computing: list[Seat] = []
         """Requests with their last chunk in the running step."""
         self._joined: list[tuple[Seat, float]] = []

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 
 from kvrelay.load.measures import Targets, percentile
@@ -144,7 +143,7 @@ def highest(serve: Callable[[float], Served], guess: float, bound: float, *, who
         if found.attained >= ATTAINMENT:
             best = found
         search.record(found.attained)
-    return best or dataclasses.replace(found, rate=0.0)
+    return best or replace(found, rate=0.0)
 
 
 def bound_of(setting: Setting, asks: Streams) -> tuple[float, str]:
