@@ -26,16 +26,8 @@ _AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 
 
 def add_commands(app: typer.Typer) -> None:
-    for name, command in (
-        ("chat", _chat),
-        ("key", _key),
-        ("drain", _drain),
-        ("plan", _plan),
-        ("replay", _replay),
-        ("role", _role),
-        ("prefetch", _prefetch),
-    ):
-        app.command(name, cls=GroupedCommand)(command)
+    for command in (_chat, _key, _drain, _plan, _replay, _role, _prefetch):
+        app.command(command.__name__.strip("_"), cls=GroupedCommand)(command)
 
 
 def _chat(

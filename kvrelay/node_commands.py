@@ -76,7 +76,9 @@ async def _changed(
             try:
                 report = msgspec.json.decode(said, type=_Report)
             except MALFORMED as why:
-                raise KvrelayError(f"{node} answers its health check with what is no report") from why
+                raise KvrelayError(
+                    f"{node} answers its health check with what is no report"
+                ) from why
             if ended(report):
                 return report
             left = f"{report.requests} requests and {report.held_blocks} held blocks"

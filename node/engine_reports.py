@@ -20,8 +20,6 @@ from kvrelay.wire.versions import HANDOVER
 
 __all__ = ["engine_ready", "engine_stats", "fingerprint_of", "request_update"]
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
 
 def fingerprint_of(engine: Engine, config: EngineConfig) -> Fingerprint:
     model = engine.model
@@ -79,7 +77,7 @@ def engine_ready(
 
 def _host_id() -> str:
     with suppress(OSError):
-        return _BOOT_ID.read_text(encoding="ascii").strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return ""
 
 
