@@ -116,7 +116,7 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
     whitespace_pattern: str | None = None
     disable_fallback: bool | None = None
     disable_additional_properties: bool | None = None
-    structural_tag: Any = None
+    structural_tag: str | None = None
 
 
 class SamplingFields(Struct, frozen=True, kw_only=True):

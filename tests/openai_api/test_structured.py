@@ -117,7 +117,7 @@ def test_a_format_that_is_none_is_refused(
         ("regex", {"regex": ""}, "at least 1 character"),
         ("xml", {"xml": "a"}, "structured_outputs.xml is unknown"),
         ("x" * 80, {"x" * 5_000_000: 1}, "^structured_outputs.x{80} is unknown; leave it out$"),
-        ("structural_tag", {"structural_tag": {}}, "send json, regex, choice"),
+        ("structural_tag", {"structural_tag": "{}"}, "send json, regex, choice"),
         ("choice", {"choice": []}, "at least 1 entry"),
         ("json", {"json": 3}, "wrong type"),
         ("regex", {"regex": "a", "whitespace_pattern": " "}, "goes with json"),
