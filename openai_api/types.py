@@ -5,7 +5,7 @@ Unknown fields are ignored, except those in body.REFUSED. None means the default
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
