@@ -101,7 +101,7 @@ def run(
         name = "{} host, {} store".format(*map(gib, sizes)) if traced else "replayed"
         table.add_column(name, justify="right")
     for row in zip(*columns, strict=True):
-        table.add_row(*row)
+        table.add_row(*("-" if "nan" in cell else cell for cell in row))
     console.print(table)
     if not traced:
         refused = sum(stream.refused for stream in copies)

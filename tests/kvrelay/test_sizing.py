@@ -189,6 +189,9 @@ def test_a_trace_is_replayed_with_tiers_of_several_sizes(
     store = *MEMORY, "1GiB", "--kv-store-size"
     assert "1.00 GiB host, 2.00 GiB store" in replayed(*store, "2GiB")
     assert "kv-store-size" in replayed(*store, "much", code=2)
+    trace.write_text(json.dumps(lines[0] | {"input_length": 10**7}))
+    for name in ("found", "TTFT p50, ms"):  # where nothing is repeated or answered
+        assert re.search(rf"│ {name} +│ +- │", replayed())
     write_card(msgspec.structs.replace(H200, kv_token_bytes=0), Path(card))
     assert "kv_token_bytes" in replayed(*MEMORY, "1GiB", code=2)
 
