@@ -178,7 +178,7 @@ def place(
     if request.tpot_limit_ms < math.inf:
         most = TPOT_USED * request.tpot_limit_ms * per_tpot
         fast = [(price, d) for price, d in targets if price <= most and d.has_seat]
-        alone = min(d.idle_ms(tokens)[1] for d in decode)
+        alone = min(d.idle_ms(tokens)[1] for d in decode) / TPOT_USED
         if not fast and alone > request.tpot_limit_ms:
             return Refuse("tpot", alone, request.tpot_limit_ms, never=True)
         targets = fast or [(price, d) for price, d in targets if d.is_idle]

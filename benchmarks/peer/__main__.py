@@ -207,6 +207,8 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
         asked.gpus = [gpu for gpu in asked.gpus.split(",") if gpu]
         asked.at_once = asked.command == "side" and len(asked.gpus) != 1
         asked.rows = _rows(asked)
+        if asked.scale <= 0:
+            raise ConfigError(f"--scale must be above 0, got {asked.scale:g}")
         if asked.paced:
             asked.paced = Paced(asked.paced, asked.scale)
             if vllm := [

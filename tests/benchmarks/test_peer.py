@@ -272,6 +272,7 @@ def test_the_commands_of_the_readme_are_understood(repository: Path) -> None:
         (["--work=chats"], "'chats' is none of"),
         (["--limit=chat"], "could not convert"),
         (["--paced=none.json"], "none.json"),
+        (["--scale=0"], "--scale must be above 0"),
         ([f"--paced={CARD}", "--arms=vllm,cluster"], "arms of kvrelay; leave out vllm"),
     ],
 )

@@ -387,7 +387,9 @@ def test_waiting_and_refusing_come_out_of_the_same_sum() -> None:
     busy.add(Share())  # which takes the last seat
     placing(replace(enough, tpot_limit_ms=math.inf), [node("p")], [busy])
     assert isinstance(place(replace(enough, tpot_limit_ms=1e3), [node("p")], [busy]), Wait)
-    never = place(replace(slow, tpot_limit_ms=5), [node("p")], [node("d", **rows)])
+    # Nobody waits for an idle node that could not keep it for sure.
+    alone_ms = node("d").idle_ms(request.tokens)[1]
+    never = place(replace(slow, tpot_limit_ms=alone_ms * 1.04), [node("p")], [node("d", **rows)])
     assert isinstance(never, Refuse)
     assert (never.what, never.never) == ("tpot", True)
 
