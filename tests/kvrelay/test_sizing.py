@@ -100,7 +100,8 @@ def test_a_split_that_does_not_keep_the_targets_is_not_started(
 def test_times_are_left_out_where_nothing_was_answered(
     card: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run([*plan_of_two(card, "8000:2", ttft_ms=1, tpot_ms=1), "--json"]) == 1
+    asked = plan_of_two(card, "8000:2", ttft_ms=1, tpot_ms=1)
+    assert run([*asked, "--rate", "0.35", "--json"]) == 1
     splits = json.loads(capsys.readouterr().out)["splits"]
     assert {each["simulated"]["ttft_p90"] for each in splits} == {None}
 
