@@ -28,7 +28,7 @@ class FakeNccl:
         self.patience_s = patience_s
         self.stopped = threading.Event()
         self.stops = False
-        """It does, behind the next slice that it moves."""
+        """Have it stop itself behind the next slice that it moves."""
         self._own: dict[bytes, queue.Queue[bytes]] = {}
 
     def facts(self) -> bytes:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvrelay.wire.step_costs import StepCosts
 
 _LAUNCH_MS = 0.3
-"""Of a step of decodes, by its graph; the card has those of prompts."""
+"""The launch of a step of decodes, by its graph; the card has those of prompts."""
 
 
 class PacedStep:
@@ -98,8 +98,9 @@ def slow_down(scale: float) -> None:
     placement.DEEP_MS *= scale
 
 
+times = float(os.environ["PACED_SCALE"])
 if any("kvrelay.node.engine_process" in word for word in sys.orig_argv):
-    slow_down(float(os.environ["PACED_SCALE"]))
-    pace(Path(os.environ["PACED_BY"]), float(os.environ["PACED_SCALE"]))
+    slow_down(times)
+    pace(Path(os.environ["PACED_BY"]), times)
 elif "router" in sys.orig_argv:
-    slow_down(float(os.environ["PACED_SCALE"]))
+    slow_down(times)
