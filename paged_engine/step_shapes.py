@@ -15,7 +15,9 @@ from kvrelay.paged_engine.step_values import PADDING_ROW, PADDING_SEQUENCE, Step
 
 __all__ = ["MOST_PROMPTS", "StepShape", "padded", "smallest_shape", "step_shapes"]
 
-_PROMPT_ROWS = (32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+# Rows that pad a step cost as much as any. On an H200 a prompt of 1,032 tokens takes 24 ms without
+# padding, 26 with 120 rows of it, 34 with 504.
+_PROMPT_ROWS = (32, *range(64, 512, 64), *range(512, 2049, 128))
 _DECODES = (0, 8, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 _PADDING_PROMPTS = 2
 
