@@ -137,7 +137,7 @@ def tiers(
     # A second death counts as soon after the first, however long a start takes here.
     soon = "from kvrelay.node import child\n\nchild.RESTART_S = 3600.0\n"
     (tmp_path / "sitecustomize.py").write_text(soon)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     it = Tiers(tmp_path, getattr(request, "param", "cpu"), plain)
     try:
         it.wait_ready()
