@@ -90,7 +90,7 @@ class CpuRunner:
     """A rank on the CPU; GpuRunner has the same methods and attributes."""
 
     runs_ahead = False
-    shapes: tuple[int, ...] = ()
+    shapes: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """Prompt tokens to which a step is padded; none where it is not."""
 
     def __init__(

@@ -13,11 +13,19 @@ import numpy as np
 from kvrelay.paged_engine.blocks import NULL_BLOCK
 from kvrelay.paged_engine.step_values import PADDING_ROW, PADDING_SEQUENCE, StepValues
 
-__all__ = ["MOST_PROMPTS", "StepShape", "padded", "smallest_shape", "step_shapes"]
+__all__ = [
+    "MOST_PROMPTS",
+    "StepShape",
+    "padded",
+    "prompt_rows_of",
+    "smallest_shape",
+    "step_shapes",
+]
 
-# Rows that pad a step cost as much as any. On an H200 a prompt of 1,032 tokens takes 24 ms without
-# padding, 26 with 120 rows of it, 34 with 504.
-_PROMPT_ROWS = (32, *range(64, 512, 64), *range(512, 2049, 128))
+# A step's rows, those of decodes among them. cuBLAS takes longer for 448 than for 512, for 832 than
+# for 1,024 and for 1,600 than for 1,792 (bf16, H100; on an H200 a step with 448 has 16 ms, not 12).
+_ROWS = (32, 64, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1152, 1280, 1536, 1792, 2048)
+_MOST_PROMPT_ROWS = _ROWS[-1]
 _DECODES = (0, 8, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 _PADDING_PROMPTS = 2
 
@@ -26,16 +34,20 @@ def _prompts_of(rows: int) -> int:
     return max(16, rows // 256 * 8)
 
 
-MOST_PROMPTS = _prompts_of(_PROMPT_ROWS[-1])
+MOST_PROMPTS = _prompts_of(_MOST_PROMPT_ROWS)
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class StepShape:
     """A step of `decodes` one-row sequences, then prompts with `prompt_rows` rows in all."""
 
     prompt_rows: int
     decodes: int
     samples: int
+
+    @property
+    def rows(self) -> int:
+        return self.decodes + self.prompt_rows
 
     @property
     def prompts(self) -> int:
@@ -46,20 +58,27 @@ class StepShape:
 def step_shapes(*, max_num_seqs: int, max_prompt_rows: int) -> list[StepShape]:
     if max_prompt_rows < 2:
         return []
-    decodes = [*(n for n in _DECODES if n < max_num_seqs), max_num_seqs]
-    most_rows = min(max_prompt_rows, _PROMPT_ROWS[-1])
-    prompt_rows = [*(n for n in _PROMPT_ROWS if n < most_rows), most_rows]
+    most = min(max_prompt_rows, _MOST_PROMPT_ROWS)
     shapes = [
         StepShape(rows, n, min(n + _prompts_of(rows), max_num_seqs))
-        for rows in prompt_rows
-        for n in decodes
+        for n in [*(n for n in _DECODES if n < max_num_seqs), max_num_seqs]
+        for rows in [*(rows - n for rows in _ROWS if n < rows < most + n), most]
     ]
     # A long prompt's first parts fill a step each, and sample nothing.
-    return sorted([*shapes, StepShape(most_rows, 0, 0)])
+    shapes.append(StepShape(most, 0, 0))
+    return sorted(shapes, key=lambda shape: (shape.rows, shape.decodes, shape.samples))
+
+
+def prompt_rows_of(shapes: Sequence[StepShape]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Return the sorted prompt rows of sorted `shapes`, by decodes."""
+    found: dict[int, dict[int, None]] = {}
+    for shape in shapes:
+        found.setdefault(shape.decodes, {})[shape.prompt_rows] = None
+    return tuple((decodes, tuple(found[decodes])) for decodes in sorted(found))
 
 
 def smallest_shape(values: StepValues, shapes: Sequence[StepShape]) -> StepShape | None:
-    """Return the smallest of the sorted `shapes` that fits; None if rows are scored."""
+    """Return the first of the sorted `shapes` that fits; None if rows are scored."""
     if len(values.scored_rows):
         return None
     decodes, rows = values.decodes, values.rows.shape[1]

@@ -221,8 +221,8 @@ class StepBudget:
     costs: StepCosts | None = None
     """Without costs, tokens are the only limit."""
     gap_ms: float = math.inf
-    shapes: tuple[int, ...] = ()
-    """Ascending prompt tokens to which the device pads a step."""
+    shapes: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """Ascending prompt tokens to which the device pads a step, by the most decodes beside them."""
     pace: float = 0.0
     """Factor of the costs; 0: not measured."""
 
@@ -231,27 +231,12 @@ class StepBudget:
         if self.costs is None:
             return StepRoom(self, math.inf, math.inf)
         fixed = self.costs.decode_ms(rows, context) + self.costs.prompts
-        return StepRoom(self, self.gap_ms - fixed if rows else math.inf, _ENOUGH * max(0.0, fixed))
-
-    def padded(self, tokens: int) -> int:
-        """Return how many prompt tokens the device computes for so many."""
-        at = bisect_left(self.shapes, tokens)
-        return self.shapes[at] if at < len(self.shapes) and tokens else tokens
-
-    def within(self, taken: int, ms: float, start: int) -> int:
-        """Return how many more tokens of a prompt from `start` on a step has in `ms`.
-
-        Rows that pad the step are computed anyway; tokens beyond them need time up to the next
-        shape.
-        """
-        assert self.costs is not None
-        edge = self.padded(taken)
-        return max(edge, self.cut(edge + self.costs.tokens_within(ms, start))) - taken
-
-    def cut(self, tokens: int) -> int:
-        """Return the largest shape up to these tokens; these, if all are larger."""
-        at = bisect_right(self.shapes, tokens)
-        return self.shapes[at - 1] if at > 0 and tokens <= self.shapes[-1] else tokens
+        return StepRoom(
+            self,
+            self.gap_ms - fixed if rows else math.inf,
+            _ENOUGH * max(0.0, fixed),
+            next((tokens for decodes, tokens in self.shapes if decodes >= rows), ()),
+        )
 
 
 @dataclass(slots=True)
@@ -263,6 +248,7 @@ class StepRoom:
     """Until the gap."""
     enough_ms: float
     """Until further prompts gain little."""
+    shapes: tuple[int, ...] = ()
     taken: int = 0
 
     @property
@@ -272,14 +258,28 @@ class StepRoom:
             return self.taken < -(-self.budget.tokens // 2)
         return left > 0 and (not self.taken or self._most(0) > 0)
 
+    def padded(self, tokens: int) -> int:
+        """Return how many prompt tokens the device computes for so many."""
+        at = bisect_left(self.shapes, tokens)
+        return self.shapes[at] if at < len(self.shapes) and tokens else tokens
+
     def _most(self, start: int) -> int:
+        """Return how many more tokens of a prompt from `start` on the step has time for.
+
+        Rows that pad it are computed anyway; tokens beyond them need time up to the next shape.
+        """
+        edge, costs = self.padded(self.taken), self.budget.costs
+        assert costs is not None
         if self.taken and self.enough_ms <= 0:
-            return self.budget.padded(self.taken) - self.taken
-        return (
-            self.budget.tokens
-            if self.ms == math.inf
-            else self.budget.within(self.taken, self.ms, start)
-        )
+            return edge - self.taken
+        if self.ms == math.inf:
+            return self.budget.tokens
+        return max(edge, self._cut(edge + costs.tokens_within(self.ms, start))) - self.taken
+
+    def _cut(self, tokens: int) -> int:
+        """Return the largest shape up to these tokens; these, if all are larger or smaller."""
+        at = bisect_right(self.shapes, tokens)
+        return self.shapes[at - 1] if at > 0 and tokens <= self.shapes[-1] else tokens
 
     def take(self, wanted: int, start: int) -> int:
         """Take up to `wanted` tokens of a prompt from `start` on, and return how many.
@@ -292,7 +292,7 @@ class StepRoom:
             most = max(self._most(start), 1 if self.taken else budget.block_size)
             if count > most:
                 count, self.enough_ms = most, 0.0
-            more = budget.padded(self.taken + count) - budget.padded(self.taken)
+            more = self.padded(self.taken + count) - self.padded(self.taken)
             self.ms -= costs.prompt_token * more + costs.prompt_context * count * (
                 start + count / 2
             )

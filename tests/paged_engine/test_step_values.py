@@ -16,7 +16,13 @@ from kvrelay.paged_engine.blocks import NULL_BLOCK, BlockPool
 from kvrelay.paged_engine.request import Chunk, Request
 from kvrelay.paged_engine.scheduler import Scheduler
 from kvrelay.paged_engine.speculation import Speculation
-from kvrelay.paged_engine.step_shapes import StepShape, padded, smallest_shape, step_shapes
+from kvrelay.paged_engine.step_shapes import (
+    StepShape,
+    padded,
+    prompt_rows_of,
+    smallest_shape,
+    step_shapes,
+)
 from kvrelay.paged_engine.step_values import PADDING_ROW, PADDING_SEQUENCE, Slots, null_step
 from kvrelay.wire.engine_messages import AdapterFacts, Submit
 from kvrelay.wire.sampling import SamplingParams
@@ -87,7 +93,7 @@ class Device:
 @pytest.mark.parametrize("seed", range(12))
 def test_a_device_that_is_one_step_behind_sees_the_right_tokens(seed, shaped, proposed):
     rng = random.Random(seed)
-    shapes = step_shapes(max_num_seqs=SLOTS, max_prompt_rows=32 if shaped else 0)
+    shapes = step_shapes(max_num_seqs=SLOTS, max_prompt_rows=26 if shaped else 0)
     used = set()
     speculation = Speculation(proposed, 3, 1)
     scheduler = Scheduler(
@@ -195,15 +201,22 @@ def step_of(counts):
 
 def test_a_step_takes_the_smallest_shape_that_holds_it():
     shapes = step_shapes(max_num_seqs=40, max_prompt_rows=800)
-    assert {shape.prompt_rows for shape in shapes} == {32, *range(64, 512, 64), 512, 640, 768, 800}
-    assert {shape.decodes for shape in shapes} == {0, 8, 32, 40}
+    rows = 32, 64, 128, 192, 256, 320, 384, 512, 640, 768
+    assert prompt_rows_of(shapes) == (
+        (0, (*rows, 800)),
+        (8, (*(n - 8 for n in rows), 800)),
+        (32, (*(n - 32 for n in rows[1:]), 800)),
+        (40, (*(n - 40 for n in rows[1:]), 800)),
+    )
     for counts, prompt_rows, decodes, samples in (
         ([2], 32, 0, 16),
         ([32], 32, 0, 16),
-        ([1, 33], 64, 8, 24),
-        ([1] * 33 + [2] * 7, 32, 40, 40),
+        ([1, 24], 24, 8, 24),
+        ([1, 25], 56, 8, 24),
+        ([1, 121], 184, 8, 24),
+        ([1] * 33 + [2] * 7, 24, 40, 40),
         ([2] * 22, 768, 0, 24),
-        ([1] * 8 + [769 - 23 * 31, *[31] * 21], 768, 8, 32),
+        ([1] * 8 + [769 - 23 * 31, *[31] * 21], 800, 8, 32),
     ):
         assert smallest_shape(step_of(counts), shapes) == StepShape(prompt_rows, decodes, samples)
         assert samples >= len(counts)
@@ -222,7 +235,7 @@ def test_a_step_takes_the_smallest_shape_that_holds_it():
 
 
 def test_a_padded_step_that_is_full_has_no_padding_prompt():
-    _, shape, _ = step_shapes(max_num_seqs=4, max_prompt_rows=32)
+    shape = StepShape(32, 0, 4)
     whole = padded(step_of([30, 2]), shape, null_slot=9, block_size=BLOCK)
     assert whole.counts.tolist() == [30, 2] + [0] * (shape.prompts - 2)
     part = padded(step_of([29, 2]), shape, null_slot=9, block_size=BLOCK)
