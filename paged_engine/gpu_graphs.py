@@ -10,7 +10,7 @@ import contextlib
 import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -86,8 +86,7 @@ class StepUploads:
         return self._step(
             self._rows[:, :rows],
             sequences,
-            decodes=0 if self._chunks_only else rows,
-            chunk_context_lens=sequences[1],
+            decode_context_lens=sequences[1, : 0 if self._chunks_only else rows],
             query_starts=self._one_row_each[: rows + 1] if self._chunks_only else None,
             tiles=self._one_tile_each[:rows] if self._chunks_only else None,
             sampled_rows=None,
@@ -144,42 +143,48 @@ class StepUploads:
         decodes = 0 if self._chunks_only else values.decodes
         wanted = np.concatenate((values.sampled_rows, values.scored_rows))
         return self._chunk_step(
-            values, decodes, self._tiles(values, decodes), wanted, values.sampled_slots, None
+            values,
+            values.sequences[1, :decodes],
+            self._tiles(values, decodes),
+            wanted,
+            values.sampled_slots,
+            None,
         )
 
     def shaped(self, values: StepValues, shape: StepShape) -> GpuStep:
         """Pad a step and upload it to its shape's fixed addresses and `decode_slots`."""
-        padding = shape.samples - len(values.sampled_slots)
+        padding, decodes = shape.samples - len(values.sampled_slots), values.decodes
         step = padded(values, shape, null_slot=self._null_slot, block_size=self._block_size)
+        contexts = np.zeros(shape.decodes, np.int32)
+        contexts[:decodes] = values.sequences[1, :decodes]
         tiles = np.zeros((self._most_tiles(shape), 2), np.int32)
-        tiles[:, 0] = shape.prompts - 1  # which has no rows
-        needed = self._tiles(step, shape.decodes)
+        tiles[:, 0] = len(step.counts) - 1  # which has no rows
+        needed = self._tiles(step, decodes)
         tiles[: len(needed)] = needed
         wanted = np.pad(step.sampled_rows, (0, padding))
         slots = np.pad(step.sampled_slots, (0, padding), constant_values=-1)
-        on_device, slots_ = self._chunk_step(
-            step, shape.decodes, tiles, wanted, slots, self._shaped
-        )
+        on_device, slots_ = self._chunk_step(step, contexts, tiles, wanted, slots, self._shaped)
         self._decodes[-1, : shape.samples].copy_(slots_)
         return on_device
 
     def _numbers_of(self, shape: StepShape) -> int:
-        rows, sequences = shape.decodes + shape.prompt_rows, shape.decodes + shape.prompts
-        of_chunks = 2 * (shape.prompts + self._most_tiles(shape) + shape.samples)
+        sequences = shape.decodes + shape.prompts
+        others = shape.decodes + 2 * (self._most_tiles(shape) + shape.samples)
         to_16_bytes = 64
-        return _ROW_FIELDS * rows + _SEQUENCE_FIELDS * sequences + of_chunks + to_16_bytes
+        return _ROW_FIELDS * shape.rows + (_SEQUENCE_FIELDS + 1) * sequences + others + to_16_bytes
 
     def _most_tiles(self, shape: StepShape) -> int:
-        return shape.prompt_rows // tile_tokens(self._group) + shape.prompts
+        return shape.rows // tile_tokens(self._group) + shape.prompts
 
     def _tiles(self, values: StepValues, decodes: int) -> np.ndarray:
         counts, contexts = values.counts[decodes:], values.sequences[1, decodes:]
-        return prefill_tiles(counts.tolist(), contexts.tolist(), group=self._group)
+        tiles = prefill_tiles(counts.tolist(), contexts.tolist(), group=self._group)
+        return tiles + np.array([decodes, 0], np.int32)
 
     def _chunk_step(
         self,
         values: StepValues,
-        decodes: int,
+        decode_contexts: np.ndarray,
         tiles: np.ndarray,
         wanted_rows: np.ndarray,
         wanted_slots: np.ndarray,
@@ -187,12 +192,11 @@ class StepUploads:
     ) -> tuple[GpuStep, torch.Tensor]:
         if values.new_blocks.size:
             self.append(self._send(values.new_blocks)[0])
-        counts = values.counts[decodes:]
         rows, sequences, contexts, starts, tiles_, wanted, slots = self._send(
             values.rows,
             values.sequences,
-            values.sequences[1, decodes:],
-            np.concatenate(([0], counts.cumsum())).astype(np.int32),
+            decode_contexts,
+            np.concatenate(([0], values.counts.cumsum())).astype(np.int32),
             tiles.reshape(-1),
             wanted_rows,
             wanted_slots,
@@ -202,10 +206,9 @@ class StepUploads:
         step = self._step(
             rows,
             sequences,
-            decodes=decodes,
-            chunk_context_lens=contexts,
-            query_starts=starts if len(counts) else None,
-            tiles=tiles_.view(-1, 2) if len(counts) else None,
+            decode_context_lens=contexts,
+            query_starts=starts,
+            tiles=tiles_.view(-1, 2) if len(tiles) else None,
             sampled_rows=wanted,
             adapted=values.adapted,
         )
@@ -309,10 +312,6 @@ class GpuGraphs:
 
     def _capture_shape(self, shape: StepShape, adapted: bool) -> torch.cuda.CUDAGraph:
         values = null_step([2], 1, 0 if adapted else -1)
-        if not shape.samples:
-            values = replace(
-                values, sampled_rows=values.scored_rows, sampled_slots=values.scored_rows
-            )  # none
         step = self._uploads.shaped(values, shape)
         graph, _ = self._capture(lambda: self._forward(step))
         return graph

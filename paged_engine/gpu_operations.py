@@ -35,18 +35,17 @@ _LEAST_QUANTIZED = 256
 
 @dataclass(frozen=True, slots=True)
 class GpuStep:
-    """A step's T tokens and S sequences, of which the first D have one token; int32."""
+    """A step's T tokens and S sequences, of which up to the first D have one token; int32."""
 
-    decodes: int
     token_ids: torch.Tensor  # [T]
     source: torch.Tensor  # [T] slot whose newest sampled token it is, or -1
     positions: torch.Tensor  # [T]
     blocks: torch.Tensor  # [T] takes the token's KV; padding: the null block
     offsets: torch.Tensor  # [T] in that block
     context_lens: torch.Tensor  # [S] this step's included; 0: padding
+    decode_context_lens: torch.Tensor  # [D] 0: not a decode
     tables: torch.Tensor  # [S, max_blocks]
-    chunk_context_lens: torch.Tensor  # [S - D] of the prefill chunks
-    query_starts: torch.Tensor | None  # [S - D + 1] first row of each chunk, from row D on
+    query_starts: torch.Tensor | None  # [S + 1] first row of each sequence, for the tiles
     tiles: torch.Tensor | None  # [tiles, 2] of the prefill chunks, if any
     sampled_rows: torch.Tensor | None  # [R]; None for all
     adapters: torch.Tensor | None = None  # [T] slots or -1; None where no row has one
@@ -88,14 +87,10 @@ class GpuOperations:
         self._logits: torch.Tensor | None = None
 
     def plan(self, step: GpuStep, block_size: int) -> None:
-        if step.decodes:
+        lengths = step.decode_context_lens
+        if len(lengths):
             for window, workspace in self._workspaces.items():
-                plan_decode(
-                    step.context_lens[: step.decodes],
-                    workspace,
-                    block_size=block_size,
-                    window=window,
-                )
+                plan_decode(lengths, workspace, block_size=block_size, window=window)
         self.row_adapters = self._sample_adapters = step.adapters
         if step.adapters is not None and step.sampled_rows is not None:
             self._sample_adapters = step.adapters[step.sampled_rows]
@@ -182,7 +177,7 @@ class GpuOperations:
         keys, values, *scales = cache
         key_scales, value_scales = scales or (None, None)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        decodes = step.decodes
+        decodes = len(step.decode_context_lens)
         options: dict[str, Any] = {
             "scale": self._config.attention_scale,
             "window": window,
@@ -190,13 +185,13 @@ class GpuOperations:
             "key_scales": key_scales,
             "value_scales": value_scales,
         }
-        if decodes:
+        if decodes:  # zeros for other rows, which the chunks overwrite
             paged_decode(
                 query[:decodes],
                 keys,
                 values,
                 step.tables[:decodes],
-                step.context_lens[:decodes],
+                step.decode_context_lens,
                 self._workspaces[window],
                 out=out[:decodes],
                 pdl=pdl_works(query.device),
@@ -205,14 +200,14 @@ class GpuOperations:
         if step.tiles is not None:
             assert step.query_starts is not None
             paged_prefill(
-                query[decodes:],
+                query,
                 keys,
                 values,
-                step.tables[decodes:],
+                step.tables,
                 step.query_starts,
-                step.chunk_context_lens,
+                step.context_lens,
                 step.tiles,
-                out=out[decodes:],
+                out=out,
                 **options,
             )
         return out.view(len(query), -1)

@@ -33,7 +33,7 @@ from kvrelay.paged_engine.model_config import ModelConfig
 from kvrelay.paged_engine.ranks import Ranks
 from kvrelay.paged_engine.request import Chunk, Request, ScoredRows
 from kvrelay.paged_engine.sampler import PromptScores
-from kvrelay.paged_engine.step_shapes import prompt_rows_of, step_shapes
+from kvrelay.paged_engine.step_shapes import step_shapes
 from kvrelay.paged_engine.step_values import RankStep, Slots, SlotState, StepValues, null_step
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.config_checks import gib
@@ -216,7 +216,7 @@ class GpuRunner:
             model, num_blocks=num_blocks, block_size=self._block_size, dtype=kv_dtype, device=device
         )
         self._uploads = self._open_uploads(self.max_model_len)
-        self.shapes = prompt_rows_of(self._uploads.shapes)
+        self.shapes = tuple(sorted({shape.rows for shape in self._uploads.shapes}))
         self._slots = Slots(
             self.max_num_seqs, max_blocks=self._uploads.max_blocks, block_size=self._block_size
         )

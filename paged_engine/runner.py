@@ -90,8 +90,8 @@ class CpuRunner:
     """A rank on the CPU; GpuRunner has the same methods and attributes."""
 
     runs_ahead = False
-    shapes: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """Prompt tokens to which a step is padded; none where it is not."""
+    shapes: tuple[int, ...] = ()
+    """Rows to which a step with prompts is padded; none where it is not."""
 
     def __init__(
         self,

@@ -221,8 +221,8 @@ class StepBudget:
     costs: StepCosts | None = None
     """Without costs, tokens are the only limit."""
     gap_ms: float = math.inf
-    shapes: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """Ascending prompt tokens to which the device pads a step, by the most decodes beside them."""
+    shapes: tuple[int, ...] = ()
+    """Ascending rows to which the device pads a step with prompts."""
     pace: float = 0.0
     """Factor of the costs; 0: not measured."""
 
@@ -235,7 +235,7 @@ class StepBudget:
             self,
             self.gap_ms - fixed if rows else math.inf,
             _ENOUGH * max(0.0, fixed),
-            next((tokens for decodes, tokens in self.shapes if decodes >= rows), ()),
+            rows,
         )
 
 
@@ -248,7 +248,8 @@ class StepRoom:
     """Until the gap."""
     enough_ms: float
     """Until further prompts gain little."""
-    shapes: tuple[int, ...] = ()
+    rows: int = 0
+    """Those of decodes."""
     taken: int = 0
 
     @property
@@ -260,8 +261,9 @@ class StepRoom:
 
     def padded(self, tokens: int) -> int:
         """Return how many prompt tokens the device computes for so many."""
-        at = bisect_left(self.shapes, tokens)
-        return self.shapes[at] if at < len(self.shapes) and tokens else tokens
+        shapes, rows = self.budget.shapes, self.rows
+        at = bisect_left(shapes, rows + tokens)
+        return shapes[at] - rows if at < len(shapes) and tokens else tokens
 
     def _most(self, start: int) -> int:
         """Return how many more tokens of a prompt from `start` on the step has time for.
@@ -278,8 +280,10 @@ class StepRoom:
 
     def _cut(self, tokens: int) -> int:
         """Return the largest shape up to these tokens; these, if all are larger or smaller."""
-        at = bisect_right(self.shapes, tokens)
-        return self.shapes[at - 1] if at > 0 and tokens <= self.shapes[-1] else tokens
+        shapes, rows = self.budget.shapes, self.rows
+        at = bisect_right(shapes, rows + tokens)
+        fits = at > 0 and shapes[at - 1] > rows and rows + tokens <= shapes[-1]
+        return shapes[at - 1] - rows if fits else tokens
 
     def take(self, wanted: int, start: int) -> int:
         """Take up to `wanted` tokens of a prompt from `start` on, and return how many.

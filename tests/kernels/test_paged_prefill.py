@@ -19,6 +19,8 @@ from tests.kernels.rounding import assert_attention
 
 pytest.importorskip("triton")
 from kvrelay.kernels import paged_prefill as prefill_module
+from kvrelay.kernels.decode_plan import DecodeWorkspace, plan_decode
+from kvrelay.kernels.paged_decode import paged_decode
 from kvrelay.kernels.paged_prefill import (
     TILE_ROWS,
     paged_prefill,
@@ -100,6 +102,40 @@ def test_tiles_cover_every_token_once_and_long_ones_come_first() -> None:
 def test_no_sequences_make_no_tiles() -> None:
     assert prefill_tiles([], [], group=4).shape == (0, 2)
     assert prefill_tiles([0], [9], group=4).shape == (0, 2)
+
+
+@pytest.mark.parametrize("window", [0, 50])
+def test_decodes_and_prompts_of_a_step_share_rows_of_which_few_are_decodes(window, device):
+    """Room for decodes may reach into the prompts' rows, which get zeros first."""
+    mix, decodes, room = [(1, 40), (1, 130), (20, 0), (9, 33), (1, 200)], 2, 16
+    dim, block = (128, 64) if device.type == "cuda" else (64, 16)
+    case = make_case(mix, 8, 2, dim, block, torch.float16, device)
+    lengths = torch.zeros(room, dtype=torch.int32)
+    lengths[:decodes] = torch.tensor(case.context_lens[:decodes])
+    lengths, out = lengths.to(device), torch.full_like(case.query, torch.nan)
+    workspace = DecodeWorkspace(
+        max_batch=room, num_heads=8, num_kv_heads=2, head_dim=dim, device=device
+    )
+    plan_decode(lengths, workspace, block_size=block, window=window)
+    tables = torch.zeros(room, case.block_tables.shape[1], dtype=torch.int32, device=device)
+    tables[: len(mix)] = case.block_tables
+    caches = case.key_cache, case.value_cache
+    options = {"scale": dim**-0.5, "window": window}
+    ours = case.query[:room], *caches, tables, lengths, workspace
+    paged_decode(*ours, out=out[:room], **options)
+    tiles = prefill_tiles(case.query_lens[decodes:], case.context_lens[decodes:], group=4)
+    paged_prefill(
+        case.query,
+        *caches,
+        tables,
+        torch.tensor(starts(case.query_lens), dtype=torch.int32, device=device),
+        torch.tensor(case.context_lens, dtype=torch.int32, device=device),
+        torch.from_numpy(tiles + np.array([decodes, 0], np.int32)).to(device),
+        out=out,
+        **options,
+    )
+    for rows, expected in case.expected(window):
+        assert_attention(out[rows], expected, (rows, window))
 
 
 cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="small shapes, for the interpreter")

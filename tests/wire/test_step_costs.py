@@ -64,7 +64,7 @@ def test_a_step_takes_up_no_further_prompt_once_its_fixed_part_is_a_tenth_of_it(
 
 def test_rows_that_pad_a_step_are_filled_and_a_cut_prompt_pads_none() -> None:
     hidden = StepCosts(5.5, 0.009, 4.5e-5, -4.4, 0.0222, 8e-7)
-    shapes = (0, (32, 64, 128, 256, 512, 1024, 1536, 2048)), (128, (384, 1408, 1536, 2048))
+    shapes = 32, 64, 128, 256, 512, 1024, 1152, 1664, 2176
     budget = StepBudget(8192, BLOCK, hidden, 50.0, shapes)
     room = budget.room(128, 128 * 1024)
     assert [room.take(1000, 0), room.take(1000, 0)] == [1000, 536]
@@ -76,8 +76,8 @@ def test_rows_that_pad_a_step_are_filled_and_a_cut_prompt_pads_none() -> None:
     assert not room.is_open
     assert budget.room(0, 0).take(5000, 0) == 5000, "where nobody waits for a token nothing is cut"
     alone, beside = budget.room(0, 0), budget.room(1, 0)
-    assert (alone.padded(0), alone.padded(33), alone.padded(2049)) == (0, 64, 2049)
-    assert (beside.padded(1), beside.padded(2049), budget.room(129, 0).padded(1)) == (384, 2049, 1)
+    assert (alone.padded(0), alone.padded(33), alone.padded(2049)) == (0, 64, 2176)
+    assert (beside.padded(31), beside.padded(32), beside.padded(2176)) == (31, 63, 2176)
 
 
 def test_a_step_of_chunks_is_the_sum_of_its_decodes_and_prompts() -> None:
@@ -155,7 +155,7 @@ def test_rows_that_only_pad_a_step_have_their_time_too(
     """
     costs = StepCosts(5.54, 0.0104, 0.0000431, -2.62, 0.02115, 0.000000975)
     shapes = (256, 512, 1024, 1536, 2048)
-    budget = StepBudget(8192, 16, costs, 50.0, ((256, shapes),))
+    budget = StepBudget(8192, 16, costs, 50.0, shapes)
     room = budget.room(rows, rows * context)
     for tokens in prompts:
         if not room.is_open:
