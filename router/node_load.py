@@ -34,6 +34,7 @@ class Share:
     kv_tokens: float = 0.0
     context: float = 0.0
     """Tokens that each decode step reads there."""
+    rows: int = 1
     output: float = 0.0
     row_weight: float = 0.0
     spill_ms: float = 0.0
@@ -75,7 +76,9 @@ class NodeLoad:
                 share: None for share in self._pending if not 0 < share.number <= load.legs
             }
         rows = load.running + load.waiting
-        self.rows = float(rows if load.legs else max(0, rows - len(self._pending)))
+        self.rows = float(
+            rows if load.legs else max(0, rows - sum(share.rows for share in self._pending))
+        )
         self.context, self._row_weight = float(load.context_tokens), load.row_weight
         self.max_num_seqs = load.max_num_seqs
         self.backlog_ms, self.spill_ms = load.backlog_ms, load.spill_ms
@@ -120,7 +123,7 @@ class NodeLoad:
     def _count(self, share: Share, sign: int) -> None:
         self.backlog_ms = max(0.0, self.backlog_ms + sign * share.prompt_ms)
         self.kv_free -= sign * share.kv_tokens
-        self.rows = max(0.0, self.rows + sign)
+        self.rows = max(0.0, self.rows + sign * share.rows)
         self.context = max(0.0, self.context + sign * share.context)
         self._row_weight = max(0.0, self._row_weight + sign * share.row_weight)
         self.token_rate = max(0.0, self.token_rate + sign * share.output / MEMORY_MS)
@@ -139,6 +142,7 @@ class NodeLoad:
         self.behind = stretched = 1 / (1 - share)
         self.context_ms = pace * costs.row_context * stretched
         self.row_ms = pace * costs.decode_ms(self.rows + 1, self.context) * stretched
+        self.next_row_ms = pace * costs.row * stretched
         self.stretch = 1 + (
             pace * costs.decode_ms(self.rows, self.context) / self.gap_ms if self.rows else 0.0
         )
@@ -170,10 +174,9 @@ class NodeLoad:
         """Return the share of time left for prompts until tokens take too long; may be negative."""
         return 1 - self.prompt_share - self.token_rate * self.per_token_ms - 1 / TPOT_STEPS
 
-    @property
-    def has_seat(self) -> bool:
-        """Return whether one more request would decode at once."""
-        return not self.max_num_seqs or self.rows < self.max_num_seqs
+    def has_seats(self, rows: int) -> bool:
+        """Return whether so many more rows would decode at once."""
+        return not self.max_num_seqs or self.rows + rows <= self.max_num_seqs
 
     @property
     def is_idle(self) -> bool:
@@ -183,7 +186,7 @@ class NodeLoad:
         left = tokens - min(cached, tokens - 1)
         return left * (self.linear_ms + self.square_ms * (2 * tokens - left))
 
-    def idle_ms(self, tokens: float) -> tuple[float, float]:
+    def idle_ms(self, tokens: float, rows: int = 1) -> tuple[float, float]:
         """Return the TTFT and the time per token of a request that is alone here."""
         pace = self.load.pace or 1.0
-        return pace * self.costs.prompt_ms(tokens), pace * self.costs.decode_ms(1, tokens)
+        return pace * self.costs.prompt_ms(tokens), pace * self.costs.decode_ms(rows, rows * tokens)

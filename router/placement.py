@@ -53,7 +53,7 @@ class PlacementRequest:
     tokens: int
     """Tokens of the prompt, and those generated elsewhere."""
     output: float
-    """Expected tokens of the answer: a mean of ended answers, never what is allowed."""
+    """Expected tokens of all choices: a mean of ended answers, never what is allowed."""
     ttft_ms: float
     tpot_ms: float
     """The targets by which a millisecond of waiting and of decoding is measured."""
@@ -62,6 +62,8 @@ class PlacementRequest:
     ttft_limit_ms: float = math.inf
     """The request is refused if its first token would be later."""
     tpot_limit_ms: float = math.inf
+    choices: int = 1
+    """Each is a row of its decode node, and reads the prompt in each step."""
     tie: int = 0
     cached: Mapping[str, int] = field(default_factory=dict)
     """Tokens of the prompt that nodes have in their pools, by their addresses."""
@@ -177,8 +179,10 @@ def place(
         return _NO_ROOM
     if request.tpot_limit_ms < math.inf:
         most = TPOT_USED * request.tpot_limit_ms * per_tpot
-        fast = [(price, d) for price, d in targets if price <= most and d.has_seat]
-        alone = min(d.idle_ms(tokens)[1] for d in decode) / TPOT_USED
+        fast = [
+            (price, d) for price, d in targets if price <= most and d.has_seats(request.choices)
+        ]
+        alone = min(d.idle_ms(tokens, request.choices)[1] for d in decode) / TPOT_USED
         if not fast and alone > request.tpot_limit_ms:
             return Refuse("tpot", alone, request.tpot_limit_ms, never=True)
         targets = fast or [(price, d) for price, d in targets if d.is_idle]
@@ -241,9 +245,10 @@ def _prompts_ms(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[fl
 
 
 def _targets(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[tuple[float, NodeLoad]]:
-    per_tpot, tokens = 1 / request.tpot_ms, request.tokens
+    per_tpot, more = 1 / request.tpot_ms, request.choices - 1
+    read = request.tokens * request.choices
     return [
-        ((d.row_ms + d.context_ms * tokens) * per_tpot, d)
+        ((d.row_ms + more * d.next_row_ms + d.context_ms * read) * per_tpot, d)
         for d in fitting(request, nodes, decodes=True)
     ]
 
@@ -316,13 +321,14 @@ def shares_of(
     request: PlacementRequest, placed: Placement, source: NodeLoad, target: NodeLoad
 ) -> tuple[Share | None, Share]:
     """Return what a placement takes of its prefill node, if any, and of its decode node."""
-    own = placed.prompt[0]
+    own, rows = placed.prompt[0], request.choices
     output = max(1.0, min(request.output, request.most_output))
     row = Share(
         kv_tokens=request.kv_tokens,
-        context=request.tokens + output / 2,
+        context=rows * request.tokens + output / 2,
+        rows=rows,
         output=output,
-        row_weight=1 / (request.tpot_ms * output),
+        row_weight=rows**2 / (request.tpot_ms * output),
     )
     if source is target:
         row.prompt_ms, row.spill_ms = own, own if placed.spills else 0.0

@@ -94,10 +94,11 @@ class Placer:
         costs, told = self._pool.typical_costs(job.model), job.targets
         return PlacementQuery(
             tokens,
-            1.0 if job.prompt_only else self.expected_output(job.model) * job.choices,
+            (1.0 if job.prompt_only else self.expected_output(job.model)) * job.choices,
             _bounded(told.ttft_s, costs.usual_ttft_ms(tokens)),
             _bounded(told.tpot_s, costs.usual_tpot_ms),
             job.max_tokens * job.choices or math.inf,
+            choices=job.choices,
             tie=crc32(job.id.encode()),
             cached=cached,
             below=below,

@@ -24,7 +24,7 @@ from kvrelay.router.placement import (
 )
 from kvrelay.router.placement import shares_of as taken_by
 from kvrelay.wire.outputs import Load
-from kvrelay.wire.step_costs import StepCosts
+from kvrelay.wire.step_costs import MEMORY_MS, StepCosts
 
 COSTS = StepCosts(5.5, 0.006, 4.7e-5, -3.5, 0.0215, 8.7e-7)
 ROOMY = Load(legs=1, block_size=16, free_blocks=100_000, total_blocks=100_000, spill_ms=250.0)
@@ -81,6 +81,7 @@ requests = st.builds(
     ttft_ms=st.floats(50, 5_000),
     tpot_ms=st.floats(5, 100),
     most_output=st.sampled_from([math.inf, 1.0, 100.0]),
+    choices=st.integers(1, 3),
     tie=st.integers(0, 1 << 30),
     cached=st.dictionaries(st.sampled_from(["p0", "p1", "d0", "d1"]), st.integers(0, 10_000)),
     below=st.dictionaries(st.sampled_from(["p1", "d0"]), st.just((10_000, 10_000))),
@@ -226,6 +227,20 @@ def test_a_cancelled_placement_gives_everything_back(
         assert price_parts(each) == pytest.approx(parts, abs=1e-6)
 
 
+def test_choices_count_as_the_rows_that_they_will_be() -> None:
+    request = PlacementRequest(1_000, 800.0, 200.0, 20.0, choices=8)
+    source, target = [node("p")], node("d")
+    placed = placing(request, source, [target], spills=False)
+    seven = node("d", running=7, context_tokens=7_000)
+    one = placing(replace(request, choices=1), source, [seven], spills=False)
+    assert placed.price == pytest.approx(one.price)
+    target.add(taken_by(request, placed, source[0], target)[1])
+    sums = {"row_weight": 8 / (20 * 100), "token_rate": 800 / MEMORY_MS}
+    told = node("d", running=8, context_tokens=8 * 1_050, **sums)
+    assert target.rows == 8
+    assert price_parts(target) == pytest.approx(price_parts(told))
+
+
 def test_a_leg_counts_once_whether_its_node_has_told_of_it_or_not() -> None:
     target = node("d")
     request = PlacementRequest(1_000, 100.0, 200.0, 20.0)
@@ -248,14 +263,14 @@ def test_a_leg_counts_once_whether_its_node_has_told_of_it_or_not() -> None:
 
 def test_a_node_that_numbers_no_legs_is_believed_beyond_what_was_placed_there() -> None:
     target = node("d", Load())
-    request = PlacementRequest(1_000, 100.0, 200.0, 20.0)
+    request = PlacementRequest(1_000, 200.0, 200.0, 20.0, choices=2)
     placed = placing(request, [], [target])
     _, share = taken_by(request, placed, target, target)
     target.add(share)
     target.announced(Load(running=3))
     assert target.rows == 3
     target.announced(Load(running=0))
-    assert target.rows == 1
+    assert target.rows == 2
     target.remove(share)
     assert target.is_idle
 
@@ -384,6 +399,7 @@ def test_waiting_and_refusing_come_out_of_the_same_sum() -> None:
     close, enough = (replace(request, tpot_limit_ms=token_ms * by) for by in (1.02, 1.1))
     assert isinstance(place(close, [node("p")], [busy]), Wait)
     placing(enough, [node("p")], [busy])
+    assert isinstance(place(replace(enough, choices=2), [node("p")], [busy]), Wait)
     busy.add(Share())  # which takes the last seat
     placing(replace(enough, tpot_limit_ms=math.inf), [node("p")], [busy])
     assert isinstance(place(replace(enough, tpot_limit_ms=1e3), [node("p")], [busy]), Wait)
@@ -392,6 +408,10 @@ def test_waiting_and_refusing_come_out_of_the_same_sum() -> None:
     never = place(replace(slow, tpot_limit_ms=alone_ms * 1.04), [node("p")], [node("d", **rows)])
     assert isinstance(never, Refuse)
     assert (never.what, never.never) == ("tpot", True)
+    many = replace(slow, choices=60)
+    never = place(many, [node("p")], [node("d")])
+    assert isinstance(never, Refuse)
+    assert never.expected_ms == pytest.approx(node("d").costs.decode_ms(60, 120_000) / 0.95)
 
 
 def test_a_card_that_says_nothing_takes_no_router_down() -> None:

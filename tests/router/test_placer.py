@@ -136,9 +136,10 @@ def test_a_told_target_is_a_limit_where_nodes_have_said_what_they_cost() -> None
 
 def test_what_is_taken_counts_until_it_is_given_back() -> None:
     rig = Rig()
-    placed = rig.take(job())
+    placed = rig.take(job(n=3))
     assert placed.prefill is not None
-    assert (placed.prefill.node.url, placed.decode.node.state.rows) == ("http://p0", 1)
+    assert (placed.prefill.node.url, placed.decode.node.state.rows) == ("http://p0", 3)
+    assert placed.prefill.node.state.rows == 1
     assert placed.prefill.node.state.backlog_ms == pytest.approx(0.02 * placed.wanted.tokens)
     assert rig.found(job())[1] != placed.decode.node.url[7:]
     for _ in range(2):
