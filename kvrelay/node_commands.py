@@ -105,4 +105,6 @@ async def _call(http: aiohttp.ClientSession, method: str, url: str, body: Any = 
             return said
         raise KvrelayError(f"{url} answers {answer.status}") from why
     hint = _HINTS.get(answer.status, "")
+    if "admin key" in message:  # nodes have none
+        message, hint = "this is a router, and roles are of nodes", _HINTS[404]
     raise KvrelayError(f"{url}: {message}{hint}")

@@ -9,6 +9,8 @@ import pytest
 from aiohttp import web
 
 from kvrelay import cli
+from kvrelay.router.guard import check_operator
+from kvrelay.wire.errors import Unauthorized
 
 
 async def asked(
@@ -115,6 +117,14 @@ async def test_a_node_that_refuses_or_is_too_late_ends_it_with_1(
     code, _ = await asked(command, answers, "--wait", "0.1")
     assert code == 1
     assert said in capsys.readouterr().err.replace("\n", " ")
+
+
+async def test_a_router_has_no_role(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Unauthorized) as why:
+        check_operator("", "k")
+    code, _ = await asked("role", {"/admin/role": [refused(401, str(why.value))]})
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert (code, "roles are of nodes; give the address of a node" in said) == (1, True)
 
 
 def test_what_is_typed_wrong_is_refused() -> None:
