@@ -117,10 +117,10 @@ class AdmissionQueue(Generic[E, P]):
                 found = self._find(first)
             except KvrelayError as why:
                 found = why
-            if isinstance(found, Refuse) and found.never:
+            if isinstance(found, Wait):
+                return
+            if isinstance(found, Refuse):
                 found = _refusal(found)
-            if isinstance(found, Wait | Refuse):
-                return  # the request is late after this target
             self.remove(first)
             if not isinstance(found, Refusal | KvrelayError):
                 self._wait_s = now - first.arrived

@@ -111,13 +111,15 @@ def test_a_first_that_no_cluster_can_serve_any_more_leaves_the_queue() -> None:
     assert second == (behind, "a seat")
 
 
-def test_a_first_that_would_be_late_now_stays_and_others_behind_it() -> None:
-    queue = Queue()
-    for _ in range(2):
-        queue.push(request())
-    queue.found = lambda _: Refuse("ttft", 2_000.0, 1_500.0)
-    assert list(queue.admission.leaving(1.0)) == []
-    assert len(queue.admission) == 2
+def test_a_first_that_would_be_late_leaves_and_keeps_nobody_waiting() -> None:
+    queue, late, other = Queue(), request(), request()
+    queue.push(late)
+    queue.push(other)
+    queue.found = lambda each: Refuse("ttft", 2_000.0, 1_500.0) if each is late else "a seat"
+    (first, why), (second, found) = queue.admission.leaving(1.0)
+    assert (first, second, found) == (late, other, "a seat")
+    assert isinstance(why, Refusal)
+    assert why.reason == "ttft"
 
 
 # --- the order in which requests begin
