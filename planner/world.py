@@ -20,7 +20,7 @@ from kvrelay.planner.setting import Result, Setting, Stream, Streams
 from kvrelay.router.admission.keys import Refusal
 from kvrelay.router.admission.queue import AdmissionQueue, QueuedRequest
 from kvrelay.router.nodes.node import Lease, Node
-from kvrelay.router.placement import Placement, Wait
+from kvrelay.router.placement import Placement, Refuse, Wait
 from kvrelay.router.request.placer import PlacementLeases, PlacementQuery
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvrelayError, NoNode
@@ -88,10 +88,7 @@ class World:
         self._becoming: dict[Node, Role] = {}
         self._left = len(streams)
         self._placed: dict[Stream, PlacementLeases] = {}
-        find = self.router.placer.find
-        self._queue: AdmissionQueue[_Queued, Placement] = AdmissionQueue(
-            _MAX_QUEUE, lambda request: find(request.wanted)
-        )
+        self._queue: AdmissionQueue[_Queued, Placement] = AdmissionQueue(_MAX_QUEUE, self._find)
         self._queued: dict[Stream, _Queued] = {}
         self._looking = False
         nodes = self.router.pool.nodes
@@ -157,6 +154,10 @@ class World:
         elif not self._looking:
             self._looking = True
             self.clock.later(now + _LOOK_MS, self._look)
+
+    def _find(self, request: _Queued) -> Placement | Wait | Refuse:
+        waited_ms = self.clock.now - request.arrived * 1e3
+        return self.router.placer.find_after(waited_ms, request.wanted)
 
     def _look(self, now: float) -> None:
         self._turn(now)

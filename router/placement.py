@@ -18,7 +18,7 @@ from typing import Literal
 from zlib import crc32
 
 from kvrelay.router.node_load import NodeLoad, Share
-from kvrelay.wire.announced import TPOT_USED
+from kvrelay.wire.announced import TARGET_USED
 
 __all__ = [
     "AVOIDED_MS",
@@ -178,11 +178,11 @@ def place(
     if not targets:
         return _NO_ROOM
     if request.tpot_limit_ms < math.inf:
-        most = TPOT_USED * request.tpot_limit_ms * per_tpot
+        most = TARGET_USED * request.tpot_limit_ms * per_tpot
         fast = [
             (price, d) for price, d in targets if price <= most and d.has_seats(request.choices)
         ]
-        alone = min(d.idle_ms(tokens, request.choices)[1] for d in decode) / TPOT_USED
+        alone = min(d.idle_ms(tokens, request.choices)[1] for d in decode) / TARGET_USED
         if not fast and alone > request.tpot_limit_ms:
             return Refuse("tpot", alone, request.tpot_limit_ms, never=True)
         targets = fast or [(price, d) for price, d in targets if d.is_idle]

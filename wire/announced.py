@@ -11,14 +11,14 @@ from collections import Counter
 
 from kvrelay.wire.step_costs import DecayingMean, RunningMean, StepCosts
 
-__all__ = ["FIRST_OUTPUT", "FIRST_SPILL_MS", "TPOT_USED", "Announced"]
+__all__ = ["FIRST_OUTPUT", "FIRST_SPILL_MS", "TARGET_USED", "Announced"]
 
 FIRST_OUTPUT = 128.0
 """Expected tokens of an answer before any has ended."""
 _OUTPUTS_MEAN = 32
 _LEAST_TPOT_MS = 0.1
-TPOT_USED = 0.95
-"""Share of a wanted time per token: what is measured of a node is not exact."""
+TARGET_USED = 0.95
+"""Share of a wanted time that is planned: what is measured of a node is not exact."""
 FIRST_SPILL_MS = 250.0
 """Time for prompts that may spill at once."""
 _MOST_SPILL_MS = 2_000.0
@@ -89,7 +89,7 @@ class Announced:
         if costs is not None:
             decoding = self.token_rate * (costs.row + costs.row_context * context / max(1, rows))
             tpot_ms = self.strictest_tpot_ms or _usual_tpot_ms(costs)
-            gained = max(0.0, 1 - decoding - costs.step / (TPOT_USED * tpot_ms)) * passed
+            gained = max(0.0, 1 - decoding - costs.step / (TARGET_USED * tpot_ms)) * passed
             self.spill_ms = min(self.spill_ms + gained, _MOST_SPILL_MS)
 
 

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from kvrelay.router.admission.keys import Caller, KeyLimits, Refusal
 from kvrelay.router.admission.queue import AdmissionQueue, QueuedRequest
@@ -150,16 +150,10 @@ class AdmissionController:
             await cancel_and_wait([self._looking])
 
     def _find(self, slot: AdmissionSlot) -> Placement | Wait | Refuse:
-        wanted, limit_ms = slot.wanted, slot.wanted.ttft_limit_ms
-        left_ms = limit_ms - (time.monotonic() - slot.arrived) * 1e3
         try:
-            found = self._placer.find(replace(wanted, ttft_limit_ms=left_ms))
+            return self._placer.find_after((time.monotonic() - slot.arrived) * 1e3, slot.wanted)
         except Overloaded as why:
             return Wait(why.message)
-        if isinstance(found, Refuse) and found.what == "ttft":
-            never = found.never and found.expected_ms > limit_ms
-            return replace(found, limit_ms=limit_ms, never=never)
-        return found
 
     def _begin(self, slot: AdmissionSlot, found: Placement) -> None:
         slot.placed = self._placer.take(slot.wanted, found)

@@ -28,7 +28,7 @@ from kvrelay.router.placement import (
 from kvrelay.router.policies import POLICIES
 from kvrelay.router.prefix.index import Prefix
 from kvrelay.router.request.job import Job, Slo, is_undivided
-from kvrelay.wire.announced import FIRST_OUTPUT
+from kvrelay.wire.announced import FIRST_OUTPUT, TARGET_USED
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvNotLoaded, NoNode
 from kvrelay.wire.ladder import Found, places_of
@@ -162,6 +162,15 @@ class Placer:
         if tokens and (base := self._pool.base_of(model)):
             mean = self._outputs.setdefault(base, RunningMean(FIRST_OUTPUT, _OUTPUTS_MEAN))
             mean.add(min(tokens, _MOST_OUTPUT))
+
+    def find_after(self, waited_ms: float, wanted: PlacementQuery) -> Placement | Wait | Refuse:
+        """Choose nodes for a request that has waited. Raises as `find`."""
+        limit_ms = wanted.ttft_limit_ms
+        found = self.find(replace(wanted, ttft_limit_ms=TARGET_USED * limit_ms - waited_ms))
+        if not isinstance(found, Refuse) or found.what != "ttft":
+            return found
+        never = found.never and found.expected_ms > TARGET_USED * limit_ms
+        return Refuse("ttft", (waited_ms + found.expected_ms) / TARGET_USED, limit_ms, never=never)
 
     def find(
         self,

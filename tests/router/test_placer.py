@@ -127,9 +127,18 @@ def test_a_told_target_is_a_limit_where_nodes_have_said_what_they_cost() -> None
     rig = Rig()
     late = job(Slo(0.010, None))
     wanted = rig.placer.limited(rig.query(late), late.targets)
-    refused = rig.placer.find(wanted)
+    refused = rig.placer.find_after(0.0, wanted)
     assert isinstance(refused, Refuse)
     assert (refused.what, refused.never, refused.limit_ms) == ("ttft", True, 10)
+    alone_ms = 0.95 * refused.expected_ms
+    barely = replace(wanted, ttft_limit_ms=alone_ms + 0.1)
+    assert rig.placer.find_after(0.0, barely) == replace(refused, limit_ms=alone_ms + 0.1)
+    wanted = replace(wanted, ttft_limit_ms=1_000.0)
+    assert isinstance(rig.placer.find_after(900.0, wanted), Placement)
+    refused = rig.placer.find_after(945.0, wanted)
+    assert isinstance(refused, Refuse)
+    assert (refused.never, refused.limit_ms) == (False, 1_000), "it has waited too long"
+    assert refused.expected_ms > 1_000
     unknown = Placer(RouterConfig(), Pool([], []), random.Random(1))
     assert unknown.limited(wanted, late.targets) is wanted
 
