@@ -86,11 +86,11 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         model = str(embedded_model())
     except ConfigError as why:
         pytest.skip(why.message)
-    flags = ["--model", model, "--cpu", "--threads", "1", "--kv-cache-memory-bytes", str(256 << 20)]
+    flags = ["--model", model, "--cpu", "--threads=1", "--kv-cache-memory-bytes", str(256 << 20)]
     flags += ["--trust-request-chat-template"]
     flags += ["--speculative-config", '{"num_speculative_tokens": 3, "prompt_lookup_min": 1}']
     folder, router_flags = tmp_path_factory.mktemp("embedded"), ["--api-key", EMBEDDED_KEY]
-    with running(folder, prefill=1, decode=1, flags=flags, router_flags=router_flags) as ours:
+    with running(folder, flags=flags, router_flags=router_flags) as ours:
         yield ours
         ours.all_blocks_free()
 
@@ -102,13 +102,13 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """
     folder = tmp_path_factory.mktemp("small")
     flags = tiny_model(folder, kv_mib=16)
-    flags += ["--lease-s", str(SMALL_LEASE_S), "--heartbeat-s", "0.4"]
+    flags += f"--lease-s {SMALL_LEASE_S} --heartbeat-s 0.4".split()
     decode_flags = [
         "--speculative-config",
         '{"num_speculative_tokens": 4, "prompt_lookup_min": 1}',
         "--max-body-bytes",
         str(SMALL_LONGEST_BODY),
     ]
-    with running(folder, prefill=1, decode=1, flags=flags, decode_flags=decode_flags) as ours:
+    with running(folder, flags=flags, decode_flags=decode_flags) as ours:
         yield ours
         ours.all_blocks_free()

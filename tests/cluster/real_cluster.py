@@ -27,7 +27,7 @@ from kvrelay.wire.outputs import Load
 
 DEADLINE_S = 120.0  # what comes in a moment may take a minute on a busy machine
 START_DEADLINE_S = 300.0  # two seconds on a machine that has nothing else to do
-SHORT_LEASE = ["--lease-s", "1.5", "--heartbeat-s", "0.3"]
+SHORT_LEASE = ["--lease-s", "1.5", "--heartbeat-s=0.3"]
 # Settings of clusters that modules share (conftest.py); the body is one of the decode node.
 SMALL_LEASE_S, SMALL_LONGEST_BODY = 2.5, 10_000
 EMBEDDED_KEY = "token-abc123"
@@ -60,7 +60,7 @@ def tiny_model(folder: Path, max_position_embeddings: int = 1024, *, kv_mib: int
     model.mkdir()
     content = {**TINY, "max_position_embeddings": max_position_embeddings}
     (model / "config.json").write_text(json.dumps(content))
-    flags = ["--model", str(model), "--load-format", "dummy", "--device", "cpu", "--threads", "1"]
+    flags = ["--model", str(model), "--load-format=dummy", "--device=cpu", "--threads=1"]
     return [*flags, "--kv-cache-memory-bytes", str(kv_mib << 20)]
 
 
@@ -92,7 +92,7 @@ def attentive_model(folder: Path, max_position_embeddings: int) -> list[str]:
     backend = byte_tokenizer(model / "config.json").backend
     backend.decoder = ByteLevel()
     backend.save(str(model / "tokenizer.json"))
-    return ["--model", str(model), "--device", "cpu", "--threads", "1"]
+    return ["--model", str(model), "--device=cpu", "--threads=1"]
 
 
 def tiny_body(prompt: Any = "hello", **fields: Any) -> dict[str, Any]:
@@ -473,9 +473,9 @@ class Cluster:
 def running(
     folder: Path,
     *,
-    prefill: int,
-    decode: int,
     flags: list[str],
+    prefill: int = 1,
+    decode: int = 1,
     router_flags: Sequence[str] = (),
     prefill_flags: Sequence[str] = (),
     decode_flags: Sequence[str] = (),

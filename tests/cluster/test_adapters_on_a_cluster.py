@@ -44,7 +44,7 @@ def cluster(tmp_path_factory, adapters):
     flags += ["--enable-lora", "--max-loras=3", "--allow-runtime-lora"]
     flags += ["--max-num-batched-tokens=16"]
     flags += [f"--lora-modules={name}={adapters[name]}" for name in ("one", "two")]
-    with running(folder, prefill=1, decode=1, flags=flags) as ours:
+    with running(folder, flags=flags) as ours:
         alone = ours.start("serve", flags)
         ours.nodes.append(alone)
         ours.wait_ready(alone)

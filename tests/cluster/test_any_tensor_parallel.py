@@ -44,13 +44,13 @@ def cluster(tmp_path_factory):
     """One node for each number of ranks, without a router."""
     folder = tmp_path_factory.mktemp("tp")
     flags = tiny_model(folder)
-    flags += ["--lease-s", str(LEASE_S), "--heartbeat-s", "0.3", "--max-num-batched-tokens", "64"]
-    flags += ["--kv-checksums", "1", "--kv-pull", "always"]
+    flags += f"--lease-s {LEASE_S} --heartbeat-s 0.3 --max-num-batched-tokens 64".split()
+    flags += ["--kv-checksums=1", "--kv-pull=always"]
     ours = Cluster(folder, flags)
     try:
         for role, sizes in (("prefill", PREFILL), ("decode", DECODE)):
             for size in sizes:
-                tier = ["--kv-host-memory", "4MiB"] * (size == TIERED)
+                tier = ["--kv-host-memory=4MiB"] * (size == TIERED)
                 ours.nodes.append(
                     ours.start(role, [*flags, *tier, "--tensor-parallel-size", str(size)])
                 )

@@ -52,16 +52,10 @@ def cluster(kind, tmp_path_factory):
     folder = tmp_path_factory.mktemp(f"tp-{kind}")
     (folder / "tiny").mkdir()
     (folder / "tiny" / "config.json").write_text(json.dumps(MODEL))
-    engine = ["--model", str(folder / "tiny"), "--load-format", "dummy", "--device", "cuda"]
-    engine += [
-        "--kv-cache-memory-bytes",
-        str(64 << 20),
-        "--max-num-seqs",
-        "8",
-        "--max-num-batched-tokens",
-        "256",
-    ]
-    engine += ["--gpu-memory-utilization", "0.1"]
+    engine = ["--model", str(folder / "tiny"), "--load-format=dummy", "--device=cuda"]
+    engine += [f"--kv-cache-memory-bytes={64 << 20}", "--max-num-seqs=8"]
+    engine += ["--max-num-batched-tokens=256"]
+    engine += ["--gpu-memory-utilization=0.1"]
     ours = Cluster(folder, engine)
     others: list[Process] = []
     try:
@@ -69,12 +63,8 @@ def cluster(kind, tmp_path_factory):
             for size in sizes:
                 flags = [*engine, "--tensor-parallel-size", str(size)]
                 if size == 4:
-                    flags += [
-                        "--tensor-parallel-size-local",
-                        "1",
-                        "--tensor-parallel-address",
-                        f"127.0.0.1:{free_port()}",
-                    ]
+                    address = f"--tensor-parallel-address=127.0.0.1:{free_port()}"
+                    flags += ["--tensor-parallel-size-local=1", address]
                     others = [
                         ours.start("rank", [*flags, "--machine", str(r)], env=host(r))
                         for r in (1, 2, 3)
@@ -84,8 +74,8 @@ def cluster(kind, tmp_path_factory):
                     2: {"CUDA_VISIBLE_DEVICES": "0,1"},
                     4: host(0),
                 }[size]
-                more = ["--served-model-name", "tiny", "--kv-connector", kind]
-                more += ["--kv-checksums", "1"]
+                more = ["--served-model-name=tiny", "--kv-connector", kind]
+                more += ["--kv-checksums=1"]
                 ours.nodes.append(ours.start(role, [*flags, *more], env=env))
         ours.wait_ready(*ours.nodes, within_s=COLD_S)
         yield ours

@@ -37,8 +37,8 @@ FILL = 14
 
 
 def test_what_is_elsewhere_was_evicted_or_makes_room_in_between_is_named(tmp_path: Path) -> None:
-    flags = [*tiny_model(tmp_path, kv_mib=1), "--kv-pull", "never"]
-    policy = ["--prefill-policy", "round_robin"]
+    flags = [*tiny_model(tmp_path, kv_mib=1), "--kv-pull=never"]
+    policy = ["--prefill-policy=round_robin"]
     with running(tmp_path, prefill=2, decode=1, flags=flags, router_flags=policy) as cluster:
         prompt, nodes, router = ids(1, TOKENS), cluster.of("prefill"), cluster.router
         assert router is not None
@@ -86,14 +86,14 @@ def test_what_is_elsewhere_was_evicted_or_makes_room_in_between_is_named(tmp_pat
 
 
 def test_what_a_holder_lost_before_the_router_heard_of_it_is_stale(tmp_path: Path) -> None:
-    flags = [*tiny_model(tmp_path, max_position_embeddings=2048, kv_mib=4), "--kv-pull", "always"]
+    flags = [*tiny_model(tmp_path, max_position_embeddings=2048, kv_mib=4), "--kv-pull=always"]
     cluster = Cluster(tmp_path, flags)
     prefill, decode = cluster.nodes = [cluster.start(role, flags) for role in ("prefill", "decode")]
     try:
         cluster.wait_ready(prefill, decode)
         with _link(decode.port) as (url, passing):
             peers = [f"--prefill={prefill.url}", f"--decode={url}"]
-            patient = ["--strict-roles", "--health-deadline-s", "60"]
+            patient = ["--strict-roles", "--health-deadline-s=60"]
             cluster.router = cluster.start("router", [*peers, *patient])
             cluster.wait_ready(cluster.router)
             cluster.wait_up()

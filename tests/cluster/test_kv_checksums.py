@@ -51,13 +51,13 @@ def text(answer: httpx2.Response) -> Any:
 def checked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checked]:
     folder = tmp_path_factory.mktemp("checked")
     flags = tiny_model(folder, max_position_embeddings=2048, kv_mib=16)
-    flags += ["--kv-connector", "direct", "--kv-checksums", "1", "--lease-s", "30"]
-    flags += ["--max-num-batched-tokens", "64", "--transfer-deadline-s", "60"]
+    flags += ["--kv-connector=direct", "--kv-checksums=1", "--lease-s", "30"]
+    flags += ["--max-num-batched-tokens=64", "--transfer-deadline-s=60"]
     trigger, fault = folder / "fault", Path(__file__).parent / "kv_fault"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(fault), os.environ.get("PYTHONPATH", "")]))
         patch.setenv("KV_FAULT", str(trigger))
-        with running(folder, prefill=1, decode=1, flags=flags) as cluster:
+        with running(folder, flags=flags) as cluster:
             yield Checked(cluster, trigger)
 
 

@@ -55,15 +55,15 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def cluster(tmp_path_factory: pytest.TempPathFactory, before: dict[str, str]) -> Iterator[Cluster]:
     """2P2D over NIXL. Once nodes are of this release they also tell the router that they are there."""
     folder = tmp_path_factory.mktemp("members")
-    flags = [*tiny_model(folder), "--kv-connector", "nixl"]
+    flags = [*tiny_model(folder), "--kv-connector=nixl"]
     heartbeats = free_port()
     cluster = Cluster(folder, flags)
     try:
         roles = ("prefill", "prefill", "decode", "decode")
         cluster.nodes = [cluster.start(role, flags, env=before) for role in roles]
         # Each prompt is handed over, and by each prefill node to each decode node.
-        every = ["--strict-roles", "--prefill-policy", "round_robin"]
-        every += ["--decode-policy", "least_queue"]
+        every = ["--strict-roles", "--prefill-policy=round_robin"]
+        every += ["--decode-policy=least_queue"]
         router_flags = ["--heartbeat-port", str(heartbeats), "--alias=best=tiny", *every]
         listed = [f"--{node.role}={node.url}" for node in cluster.nodes]
         cluster.router = cluster.start("router", [*router_flags, *listed], env=KEYS)
@@ -153,7 +153,7 @@ async def test_a_rolling_restart_under_streams_loses_none(cluster: Cluster) -> N
 
 def _restart(cluster: Cluster, drained: Process, other: Process, was: dict[str, str]) -> None:
     """Restart two nodes, one of them drained before it is told to end."""
-    assert cli.run(["drain", drained.url, "--node-api-key", "nodes", "--wait", "60"]) == 0
+    assert cli.run(["drain", drained.url, "--node-api-key=nodes", "--wait=60"]) == 0
     answer = httpx2.get(f"{drained.url}/health", timeout=60)
     assert (answer.status_code, answer.json()["status"]) == (503, "draining")
     pair = (drained, other)

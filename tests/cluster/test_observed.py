@@ -75,9 +75,7 @@ def cluster(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> I
         environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
         environment.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
         environment.setenv("KVRELAY_LOG_FORMAT", "json")
-        with running(
-            folder, prefill=1, decode=1, flags=tiny_model(folder), router_flags=["--workers", "2"]
-        ) as ours:
+        with running(folder, flags=tiny_model(folder), router_flags=["--workers=2"]) as ours:
             yield ours
 
 

@@ -26,7 +26,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     config = folder / "tiny" / "config.json"
     fields = json.loads(config.read_text())
     config.write_text(json.dumps(fields | {"eos_token_id": list(range(256, fields["vocab_size"]))}))
-    with running(folder, prefill=1, decode=1, flags=flags) as ours:
+    with running(folder, flags=flags) as ours:
         yield ours
         ours.all_blocks_free()
 

@@ -17,8 +17,8 @@ REST = 30
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("affinity")
     flags = tiny_model(folder, max_position_embeddings=2048, kv_mib=1)
-    flags += ["--kv-pull", "never"]  # the decode node has all prompts, too
-    policies = ["--prefill-policy", "prefix", "--decode-policy", "prefix"]
+    flags += ["--kv-pull=never"]  # the decode node has all prompts, too
+    policies = ["--prefill-policy=prefix", "--decode-policy=prefix"]
     with running(folder, prefill=2, decode=2, flags=flags, router_flags=policies) as ours:
         yield ours
 

@@ -30,10 +30,10 @@ class Sessions:
 
     def __init__(self, cluster: Cluster, flags: list[str]) -> None:
         self.cluster, self.histories = cluster, dict[int, list[int]]()
-        checks = ["--kv-checksums", "0.001", "--kv-pull", "always"]
-        self.warm = cluster.start("prefill", [*flags, *checks, "--kv-host-memory", "16MiB"])
+        checks = ["--kv-checksums=0.001", "--kv-pull=always"]
+        self.warm = cluster.start("prefill", [*flags, *checks, "--kv-host-memory=16MiB"])
         reader = cluster.start("decode", [*flags, *checks])
-        self.nodes = [self.warm, cluster.start("prefill", [*flags, "--kv-pull", "never"]), reader]
+        self.nodes = [self.warm, cluster.start("prefill", [*flags, "--kv-pull=never"]), reader]
         cluster.nodes += self.nodes
         cluster.wait_ready(*self.nodes)
         peers = [f"--{node.role}={node.url}" for node in self.nodes]

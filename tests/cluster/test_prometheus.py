@@ -56,7 +56,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         "--speculative-config",
         '{"num_speculative_tokens": 2, "prompt_lookup_min": 1}',
     ]
-    with running(folder, prefill=2, decode=2, flags=flags, router_flags=["--workers", "2"]) as ours:
+    with running(folder, prefill=2, decode=2, flags=flags, router_flags=["--workers=2"]) as ours:
         yield ours
 
 

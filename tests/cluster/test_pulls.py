@@ -39,9 +39,7 @@ def cluster(tmp_path_factory):
     flags = tiny_model(folder, max_position_embeddings=2048, kv_mib=4)
     with running(
         folder,
-        prefill=1,
-        decode=1,
-        flags=[*flags, "--kv-pull", "always", "--transfer-deadline-s", "2"],
+        flags=[*flags, "--kv-pull=always", "--transfer-deadline-s=2"],
     ) as ours:
         yield ours
 
@@ -217,7 +215,7 @@ def test_what_another_node_has_is_found_there_or_its_read_fails(
 @pytest.fixture
 def failing(cluster: Cluster) -> Iterator[Process]:
     """A decode node that computes no prompt in place of KV that it does not get."""
-    node = cluster.start("decode", [*cluster.flags, "--kv-load-failure-policy", "fail"])
+    node = cluster.start("decode", [*cluster.flags, "--kv-load-failure-policy=fail"])
     cluster.others.append(node)
     cluster.wait_ready(node)
     yield node

@@ -58,7 +58,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             *(f"--{role}-policy=round_robin" for role in ("prefill", "decode")),
         ]
         listed = [f"--{node.role}={node.url}" for node in cluster.nodes]
-        cluster.router = cluster.start("router", [*listed, *every, "--workers", "2"])
+        cluster.router = cluster.start("router", [*listed, *every, "--workers=2"])
         cluster.others = [cluster.start("router", ["--heartbeat-port", str(beats), *every])]
         cluster.wait_ready(*cluster.nodes, cluster.router, *cluster.others)
         wait_until(

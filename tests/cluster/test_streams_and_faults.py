@@ -50,7 +50,7 @@ def cluster(tmp_path_factory):
         patch.setenv("POISON_FAULT", str(folder / "fault"))
         patch.setenv("POISON_REFUSED_S", str(REFUSED_S))
         # Streams on each node, whatever the busy machine has made of its card.
-        even = ["--decode-policy", "least_queue"]
+        even = ["--decode-policy=least_queue"]
         with running(folder, prefill=2, decode=2, flags=flags, router_flags=even) as ours:
             yield ours
 

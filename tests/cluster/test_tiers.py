@@ -32,7 +32,7 @@ pytest.importorskip("nixl")
 
 SESSIONS, TURNS = 6, 5
 GDS = "kv_store takes NIXL's POSIX plugin; GDS is not measured, and can"
-TIERS = ["--kv-pull", "always", "--kv-checksums", "0.001"]
+TIERS = ["--kv-pull=always", "--kv-checksums=0.001"]
 on_both = pytest.mark.parametrize(
     "tiers", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
 )
@@ -47,15 +47,15 @@ class Tiers:
     def __init__(self, folder: Path, device: str, plain: dict[str, Cluster]) -> None:
         # 127 blocks of 8 KiB, on a GPU of 16; the host has room for 63, and the files for all.
         flags = tiny_model(folder, max_position_embeddings=2048, kv_mib=1)
-        host = ["--kv-host-memory", "512KiB"]
+        host = ["--kv-host-memory=512KiB"]
         if device == "cuda":
             config = TINY | {"head_dim": 64, "max_position_embeddings": 2048}
             (folder / "tiny" / "config.json").write_text(json.dumps(config))
-            flags += ["--device", "cuda", "--block-size", "16", "--kv-cache-memory-bytes", "2MiB"]
-            flags += ["--batch-invariant", "--gpu-memory-utilization", "0.05"]
-            host = ["--kv-host-memory", "1MiB"]
+            flags += ["--device=cuda", "--block-size=16", "--kv-cache-memory-bytes=2MiB"]
+            flags += ["--batch-invariant", "--gpu-memory-utilization=0.05"]
+            host = ["--kv-host-memory=1MiB"]
         self.cluster = Cluster(folder, flags)
-        store = ["--kv-store", str(folder / "store"), "--kv-store-size", "64MiB"]
+        store = ["--kv-store", str(folder / "store"), "--kv-store-size=64MiB"]
         self.tiered = self.cluster.start("serve", [*flags, *TIERS, *host, *store])
         self.cluster.nodes += [self.tiered]
         if device not in plain:
@@ -252,10 +252,10 @@ def test_kv_of_two_ranks_on_gpus_outlives_its_engine(tmp_path: Path) -> None:
     flags = tiny_model(tmp_path, max_position_embeddings=2048, kv_mib=8)
     config = TINY | {"head_dim": 64, "max_position_embeddings": 2048, "torch_dtype": "bfloat16"}
     (tmp_path / "tiny" / "config.json").write_text(json.dumps(config))
-    flags += ["--device", "cuda", "--block-size", "16", "--gpu-memory-utilization", "0.05"]
-    cluster = Cluster(tmp_path, [*flags, "--tensor-parallel-size", "2"])
+    flags += ["--device=cuda", "--block-size=16", "--gpu-memory-utilization=0.05"]
+    cluster = Cluster(tmp_path, [*flags, "--tensor-parallel-size=2"])
     try:
-        node = cluster.start("serve", [*cluster.flags, *TIERS, "--kv-host-memory", "4MiB"])
+        node = cluster.start("serve", [*cluster.flags, *TIERS, "--kv-host-memory=4MiB"])
         cluster.nodes.append(node)
         cluster.wait_ready(node, within_s=240)
         prompt = [2 + at * at % 290 for at in range(300)]

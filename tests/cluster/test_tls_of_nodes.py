@@ -28,8 +28,7 @@ def test_a_cluster_whose_nodes_have_tls_and_want_the_routers_certificate(tmp_pat
         key,
         "--ssl-ca-certs",
         ca,
-        "--ssl-cert-reqs",
-        "2",
+        "--ssl-cert-reqs=2",
     ]
     cluster = Cluster(tmp_path, flags)
     try:

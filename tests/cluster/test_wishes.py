@@ -35,10 +35,10 @@ def nodes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wishes")
     # 127 blocks a node.
     flags = tiny_model(folder, max_position_embeddings=1024, kv_mib=1)
-    flags += ["--kv-pull", "always"]
+    flags += ["--kv-pull=always"]
     (folder / "router.yaml").write_text(f"isolate-keys: true\nkeys:\n{KEYS}")
     router_flags = ["--config", str(folder / "router.yaml")]
-    with running(folder, prefill=1, decode=1, flags=flags, router_flags=router_flags) as ours:
+    with running(folder, flags=flags, router_flags=router_flags) as ours:
         yield ours
         ours.all_blocks_free()
 

@@ -34,7 +34,7 @@ def read_result(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-SHORT = ("--lengths", "16:4", "--duration-s", "1", "--warm-up-s", "0.2")
+SHORT = ["--lengths=16:4", "--duration-s=1", "--warm-up-s=0.2"]
 
 
 async def test_rates_become_a_result_and_a_table(
@@ -43,7 +43,7 @@ async def test_rates_become_a_result_and_a_table(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    flags = ("--rate", "10,20", "--gpus", "2", "--ttft-ms", "3000", "--tpot-ms", "500")
+    flags = ["--rate=10,20", "--gpus=2", "--ttft-ms=3000", "--tpot-ms=500"]
     typed = "--url", server.url, "--api-key", "secret", *SHORT, *flags
     monkeypatch.setattr(sys, "argv", ["kvrelay", "bench", *typed])
     path = tmp_path / "ours.json"
@@ -69,7 +69,7 @@ async def test_what_was_measured_before_a_failure_is_written(
     server: Double, tmp_path: Path
 ) -> None:
     path = tmp_path / "part.json"
-    flags = ("--rate", "20,0.1,20", "--arrivals", "constant", "--output", str(path))
+    flags = ("--rate=20,0.1,20", "--arrivals=constant", "--output", str(path))
     assert await bench_of("--url", server.url, *SHORT, *flags) == 1
     result = read_result(path)
     assert [one["rate"] for one in result["runs"]] == [20.0]
@@ -79,8 +79,8 @@ async def test_each_command_has_prompts_of_its_own_unless_told(
     server: Double, tmp_path: Path
 ) -> None:
     path, seeds = tmp_path / "seed.json", []
-    flags = ("--concurrency", "1", "--requests", "2", "--warm-up-s", "0", "--output", str(path))
-    for more in ([], [], ["--seed", "7"], ["--seed", "7"]):
+    flags = ("--concurrency=1", "--requests=2", "--warm-up-s=0", "--output", str(path))
+    for more in ([], [], ["--seed=7"], ["--seed=7"]):
         assert await bench_of("--url", server.url, *SHORT, *flags, *more) == 0
         seeds.append(read_result(path)["made"]["seed"])
     assert len(set(seeds)) == 3
@@ -98,7 +98,7 @@ async def test_failed_requests_end_with_1(
 
     server.say = broken
     path = tmp_path / "broken.json"
-    flags = ("--concurrency", "1", "--requests", "3", "--warm-up-s", "0")
+    flags = ["--concurrency=1", "--requests=3", "--warm-up-s=0"]
     assert await bench_of("--url", server.url, *SHORT, *flags, "--output", str(path)) == 1
     assert read_result(path)["runs"][0]["measures"]["failures"] == {"error in the stream": 3}
     assert "the engine has ended" in capfd.readouterr().out
@@ -107,36 +107,36 @@ async def test_failed_requests_end_with_1(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ([], "how fast?"),
-        (["--rate", "0"], "positive number"),
-        (["--rate", "4,x"], "positive number"),
-        (["--rate", "1", "--concurrency", "1"], "open or closed loop"),
-        (["--rate", "1", "--lengths", "chatty"], "IN:OUT"),
-        (["--rate", "1", "--agents", "fleet"], "--endpoint chat"),
-        (["--find-rate", "--rate", "1", "--agents", "fleet", "--endpoint", "chat"], "sessions"),
-        (["--rate", "1", "--arrivals", "trace"], "--trace FILE"),
-        (["--rate", "1", "--gpus", "0"], "gpus must be at least 1"),
-        (["--rate", "1", "--url", "nowhere"], "nowhere"),
-        (["--rate", "1", "--url", "http://a:1,nowhere"], "nowhere"),
-        (["--rate", "1", "--output", "a.txt"], "must end with .json"),
-        (["--rate", "1", "--trace", "none.jsonl"], "none.jsonl"),
-        (["--find-rate", "--rate", "1,2"], "begins at one rate"),
+        ("", "how fast?"),
+        ("--rate 0", "positive number"),
+        ("--rate 4,x", "positive number"),
+        ("--rate 1 --concurrency 1", "open or closed loop"),
+        ("--rate 1 --lengths chatty", "IN:OUT"),
+        ("--rate 1 --agents fleet", "--endpoint chat"),
+        ("--find-rate --rate 1 --agents fleet --endpoint chat", "sessions"),
+        ("--rate 1 --arrivals trace", "--trace FILE"),
+        ("--rate 1 --gpus 0", "gpus must be at least 1"),
+        ("--rate 1 --url nowhere", "nowhere"),
+        ("--rate 1 --url http://a:1,nowhere", "nowhere"),
+        ("--rate 1 --output a.txt", "must end with .json"),
+        ("--rate 1 --trace none.jsonl", "none.jsonl"),
+        ("--find-rate --rate 1,2", "begins at one rate"),
     ],
 )
 def test_what_makes_no_sense_is_said_before_anything_is_asked(
-    flags: list[str],
+    flags: str,
     words: str,
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(["bench", *flags]) == 2
+    assert run(["bench", *flags.split()]) == 2
     assert words in capfd.readouterr().err
 
 
 def test_a_server_that_is_not_there_is_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "--url", "http://127.0.0.1:9", "--rate", "1"]) == 1
+    assert run(["bench", "--url=http://127.0.0.1:9", "--rate=1"]) == 1
     assert "http://127.0.0.1:9 cannot be reached" in capfd.readouterr().err
 
 

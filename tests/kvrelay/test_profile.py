@@ -118,7 +118,7 @@ def test_what_is_typed_wrong_is_refused(
 def test_on_a_gpu_a_whole_card_within_its_time(repository: Path, tmp_path: Path) -> None:
     shape = repository / "benchmarks" / "models" / "llama-3.1-8b.json"
     file = tmp_path / "card.json"
-    small = ("--max-model-len=8192", "--gpu-memory-utilization=0.5", "--max-num-seqs=32")
+    small = ["--max-model-len=8192", "--gpu-memory-utilization=0.5", "--max-num-seqs=32"]
     assert (
         run(
             [
