@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import pytest
 from aiohttp import web
 
 from kvrelay.node.request_stream import KvEvents
@@ -39,6 +40,8 @@ MODEL = "tiny"
 PROMPT_IDS = [1, 2, 3]
 OPERATOR = {"authorization": "Bearer operator"}
 """The admin key of the routers here, as a request has it."""
+STREAM = {"stream": True}
+STREAMS = pytest.mark.parametrize("stream", [True, False])
 
 
 def event(text: str, finish: str | None = None) -> bytes:
@@ -77,6 +80,8 @@ WHOLE = msgspec.json.encode(
 
 STREAMED = (event("a") + event("b") + event("c") + event("", "stop") + DONE).decode()
 """The whole answer of `prefill_ok` and `decode_ok` to a client that streams."""
+ANSWERS = {True: STREAMED, False: WHOLE.decode()}
+"""By whether it does."""
 
 
 @dataclass
@@ -199,6 +204,18 @@ def refuse(
         return error(status, message, code, headers=headers)
 
     return script
+
+
+async def cut(call: Call) -> None:
+    """As a killed process does, before it has answered anything."""
+    call.cut()
+
+
+async def cut_after_token(call: Call) -> None:
+    """The same, after a token of its own."""
+    at = len(call.params.get("generated", []))
+    await call.tokens(11 + at, "abc"[at], at + 1)
+    call.cut()
 
 
 def broken(status: int) -> Script:
@@ -434,6 +451,9 @@ class Cluster:
     def node(self, fake: FakeNode) -> Any:
         return next(node for node in self.router.pool.nodes if node.url == fake.url)
 
+    async def all_up(self) -> None:
+        await until(lambda: all(node.up for node in self.router.pool.nodes))
+
     def metric(self, name: str, **labels: str) -> float:
         """The sum over all series that have these labels."""
         samples = (
@@ -466,7 +486,7 @@ async def cluster(*nodes: FakeNode, ready: bool = True, **config: Any) -> AsyncI
         )
         async with router_over(settings) as started:
             if ready:
-                await until(lambda: all(node.up for node in started.router.pool.nodes))
+                await started.all_up()
             yield started
 
 

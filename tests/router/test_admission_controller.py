@@ -15,6 +15,7 @@ from router_doubles import (
     Call,
     Cluster,
     cluster,
+    cut,
     decode,
     decode_ok,
     handover,
@@ -285,12 +286,9 @@ async def test_a_key_may_ask_for_its_models_and_priorities_only() -> None:
 
 
 async def test_a_walk_that_fails_gives_its_turn_back() -> None:
-    async def cut(call: Call) -> None:
-        call.cut()
-
     async with cluster(prefill(cut), decode(), keys=keys(max_running=1), attempts=1) as c:
         for _ in range(3):
-            await until(lambda: all(node.up for node in c.router.pool.nodes))
+            await c.all_up()
             assert (await asked(c, headers=ALICE))[0] in (502, 503)
 
 

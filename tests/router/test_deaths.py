@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 from router_doubles import (
-    DONE,
+    STREAMED,
     Call,
     Cluster,
     FakeNode,
     cluster,
     decode,
     event,
+    hold,
     prefill,
     prefill_ok,
     until,
@@ -27,7 +28,6 @@ from kvrelay.wire.router_config import RouterConfig
 from kvrelay.wire.transfer import KvTransferParams
 
 POISON = {"messages": [{"role": "user", "content": "poison"}]}
-STREAMED = (event("a") + event("b") + event("c") + event("", "stop") + DONE).decode()
 
 
 def die(node: FakeNode, call: Call) -> None:
@@ -81,16 +81,13 @@ async def test_what_kills_every_node_that_it_reaches_reaches_two_and_is_refused_
         assert (await asked(c))[0] == 200  # another body of the same key
         at = calls(*nodes)
         assert not c.router.shared.poison.suspects(time.monotonic() + REFUSED_S)
-        await until(lambda: all(node.up for node in c.router.pool.nodes))
+        await c.all_up()
         assert (await asked(c, POISON))[0] == 503
         assert (calls(*nodes), refused(c)) == (at + 2, 1)
 
 
 async def test_a_client_that_sends_it_again_gets_one_more_node_not_two() -> None:
-    async def hang(call: Call) -> None:
-        await asyncio.sleep(30)
-
-    first, others = fragile(prefill()), [prefill(hang), prefill(hang)]
+    first, others = fragile(prefill()), [prefill(hold), prefill(hold)]
     async with cluster(first, *others, decode(), prefill_policy="round_robin") as c:
         asking = asyncio.create_task(c.text(POISON))
         await until(lambda: bool(first.calls) and calls(*others) == 1)
@@ -99,7 +96,7 @@ async def test_a_client_that_sends_it_again_gets_one_more_node_not_two() -> None
             node.script = prefill_ok
             fragile(node)
         before = calls(first, *others)
-        await until(lambda: all(node.up for node in c.router.pool.nodes))
+        await c.all_up()
         assert (await asked(c, POISON))[1]["error"]["code"] == "poison_request"
         assert calls(first, *others) == before + 1
 
@@ -148,33 +145,26 @@ async def test_a_decode_node_that_dies_before_it_has_told_anything_counts_though
         assert calls(*nodes) == 2
 
 
-async def test_connections_that_break_while_the_processes_live_count_nothing() -> None:
+@pytest.mark.parametrize("ends", [False, True])
+async def test_broken_connections_and_processes_that_were_told_to_end_count_nothing(
+    ends: bool,
+) -> None:
     async def breaks(call: Call) -> None:
-        call.cut()
-
-    broken = [prefill(breaks), prefill(breaks)]
-    async with cluster(*broken, prefill(), decode(), prefill_policy="round_robin") as c:
-        for _ in range(3):
-            await until(lambda: all(node.up for node in c.router.pool.nodes))
-            await c.text(POISON)
-        assert calls(*broken) > 2
-        assert not c.router.shared.poison
-
-
-async def test_processes_that_were_told_to_end_count_nothing() -> None:
-    async def ends(call: Call) -> None:
-        node = next(each for each in ending if call in each.calls)
+        node = next(each for each in broken if call in each.calls)
+        if not ends:
+            call.cut()
+            return
         node.draining = True
         await until(lambda: c.node(node).reason == "it is draining")
         node.draining = False
         die(node, call)
 
-    ending = [prefill(ends), prefill(ends)]
-    async with cluster(*ending, prefill(), decode(), prefill_policy="round_robin") as c:
+    broken = [prefill(breaks), prefill(breaks)]
+    async with cluster(*broken, prefill(), decode(), prefill_policy="round_robin") as c:
         for _ in range(3):
-            await until(lambda: all(node.up for node in c.router.pool.nodes))
+            await c.all_up()
             await c.text(POISON)
-        assert calls(*ending) > 2
+        assert calls(*broken) > 2
         assert not c.router.shared.poison
 
 
@@ -210,7 +200,7 @@ async def test_a_node_that_stays_silent_is_no_way_to_a_third_one_and_not_held_ag
         assert not c.router.shared.poison
         for node in silent:
             node.health_hangs, node.script = False, prefill_ok
-        await until(lambda: all(node.up for node in c.router.pool.nodes))
+        await c.all_up()
         await c.text(POISON)
         assert not c.router.shared.poison
 

@@ -4,7 +4,19 @@ from typing import Any
 
 import msgspec
 import pytest
-from router_doubles import DONE, MODEL, Call, broken, cluster, decode, parse_job, prefill, until
+from router_doubles import (
+    DONE,
+    MODEL,
+    STREAMS,
+    Call,
+    broken,
+    cluster,
+    cut,
+    decode,
+    parse_job,
+    prefill,
+    until,
+)
 
 from kvrelay.router.request.job import COMPLETIONS_PATH, parts_of
 from kvrelay.wire.errors import RequestError
@@ -104,7 +116,7 @@ async def test_events_come_as_they_are_and_the_end_comes_once(usage: bool) -> No
     assert len(sent) == 6
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@STREAMS
 async def test_one_prompt_that_fails_ends_them_all_with_one_error(stream: bool) -> None:
     async def some(call: Call) -> None:
         if call.body["prompt"] == "second":
@@ -123,10 +135,7 @@ async def test_one_prompt_that_fails_ends_them_all_with_one_error(stream: bool) 
 
 
 async def test_a_part_that_loses_its_node_goes_on_and_the_others_do_not_notice() -> None:
-    async def dies(call: Call) -> None:
-        call.cut()
-
-    bad, good = decode(dies), decode(rest, load=Load(running=9))
+    bad, good = decode(cut), decode(rest, load=Load(running=9))
     async with cluster(prefill(first_token), bad, good) as c:
         answer = msgspec.json.decode(await c.text({"prompt": PROMPTS}, path=COMPLETIONS_PATH))
     assert len(bad.calls) > 0

@@ -86,7 +86,7 @@ async def reloading(
             await stack.enter_async_context(node.running())
         file = File(*nodes, **fields)
         c = await stack.enter_async_context(router_over(file.read(), file.read))
-        await until(lambda: all(node.up for node in c.router.pool.nodes))
+        await c.all_up()
         yield c, file
 
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 from aiohttp import web
-from router_doubles import Call, cluster, decode, decode_ok, event, prefill, until
+from router_doubles import STREAM, Call, cluster, decode, decode_ok, event, prefill, until
 
 from kvrelay.router.nodes.node import HealthReport, Lease, Node
 from kvrelay.router.transport.node_client import NodeClient
@@ -202,10 +202,10 @@ async def test_a_stream_that_breaks_takes_its_legs_along_and_is_mended() -> None
 
     p, d = prefill(), decode(cut)
     async with cluster(p, d) as c:
-        texts = await asyncio.gather(*(c.text({"stream": True}) for _ in range(2)))
+        texts = await asyncio.gather(*(c.text(STREAM) for _ in range(2)))
         assert all(text.endswith("data: [DONE]\n\n") for text in texts)
         await until(lambda: d.streams == 2 and bool(c.node(d).up))
-        assert event("c").decode() in await c.text({"stream": True})
+        assert event("c").decode() in await c.text(STREAM)
         d.generation = "g2"  # another process
         await until(lambda: d.streams == 3)
         assert p.streams == 1  # of all its requests, behind many health checks
@@ -217,7 +217,7 @@ async def test_a_node_whose_stream_does_not_open_is_down_and_says_why() -> None:
         await until(lambda: c.node(d).reason.startswith("its request stream does not open"))
         d.stream_status = 200
         await until(lambda: c.node(d).up)
-        await c.text({"stream": True})
+        await c.text(STREAM)
 
 
 async def test_a_node_that_does_not_answer_on_its_stream_is_given_up_in_time(
@@ -271,7 +271,7 @@ async def test_a_node_without_a_common_version_is_kept_out_and_the_reason_names_
         )
         await until(lambda: all(node.up for node in c.router.pool.nodes if node.url != far.url))
         for _ in range(3):
-            await c.text({"stream": True})
+            await c.text(STREAM)
         assert (far.streams, len(far.calls), len(p.calls)) == (0, 0, 3)
 
 

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from router_doubles import (
     NO_PROMPTS,
+    STREAM,
     Call,
     cluster,
     decode,
@@ -26,8 +27,8 @@ async def test_headers_are_held_until_the_first_payload() -> None:
 
     p = prefill(wait_then_answer)
     async with cluster(p, decode()) as c:
-        request = asyncio.create_task(c.text({"stream": True}))
-        headers = asyncio.create_task(c.post({"stream": True}).__aenter__())
+        request = asyncio.create_task(c.text(STREAM))
+        headers = asyncio.create_task(c.post(STREAM).__aenter__())
         await until(lambda: len(p.calls) == 2 and all(call.begun for call in p.calls))
         done, _ = await asyncio.wait((headers,), timeout=0.05)
         assert not done
@@ -46,7 +47,7 @@ async def test_after_the_hold_time_comments_keep_the_connection_alive(
 
     monkeypatch.setattr(kvrelay.router.relay, "HOLD_S", 0.05)
     p = prefill(wait_then_fail)
-    async with cluster(p, decode(kv=NO_PROMPTS)) as c, c.post({"stream": True}) as answer:
+    async with cluster(p, decode(kv=NO_PROMPTS)) as c, c.post(STREAM) as answer:
         assert answer.status == 200
         assert await answer.content.readexactly(28) == b": keep-alive\n\n" * 2
         p.resume.set()

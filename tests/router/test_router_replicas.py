@@ -25,7 +25,7 @@ async def test_requests_of_one_id_do_not_meet_on_a_node_that_routers_share(count
         others = [router_over(first.router.config) for _ in range(count - 1)]
         routers = [first, *[await stack.enter_async_context(other) for other in others]]
         for each in routers:
-            await until(lambda each=each: all(node.up for node in each.router.pool.nodes))
+            await each.all_up()
         asked = [
             asyncio.create_task(each.text(headers={"x-request-id": "mine"})) for each in routers * 2
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from router_doubles import Call, cluster, decode, event, handover, prefill
+from router_doubles import STREAMS, Call, cluster, decode, event, handover, prefill
 
 from kvrelay.router.timeline import Timeline
 from kvrelay.wire.frames import Frame, FrameKind
@@ -70,7 +70,7 @@ async def prefill_timed(call: Call) -> None:
     )
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@STREAMS
 @pytest.mark.parametrize("asked", [True, False, None])
 async def test_a_client_that_asks_finds_the_stages_at_the_end_of_its_answer(
     stream: bool, asked: bool | None

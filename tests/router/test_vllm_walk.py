@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from kvrelay.router.nodes.node import NodeKind
-from tests.router.router_doubles import MODEL, Cluster, cluster, decode, prefill, until
+from tests.router.router_doubles import MODEL, STREAMS, Cluster, cluster, decode, prefill, until
 from tests.router.vllm_doubles import (
     ASKED,
     DONE,
@@ -57,7 +57,7 @@ def cut_after(*pieces: str) -> Any:
     return script
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@STREAMS
 @pytest.mark.parametrize("gives", [old, middle, given])
 async def test_a_request_walks_through_both_legs_of_every_version(gives: Any, stream: bool) -> None:
     p, d = pair(gives=gives)
@@ -159,7 +159,7 @@ async def half_an_event(call: Call) -> web.StreamResponse:
     return await call.stream('data: {"choices": [{"del')
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@STREAMS
 @pytest.mark.parametrize("broken", [cut, refuse(500), in_band_error, empty, half_an_event])
 async def test_a_decode_leg_that_breaks_before_its_first_byte_is_computed_by_another_node(
     broken: Any, stream: bool
@@ -207,14 +207,14 @@ async def test_kv_that_no_decode_node_has_heard_of_goes_to_another_one_as_it_is(
     p, good = VllmNode("prefill", ok, store), VllmNode("decode", ok, store, running_requests=9)
     gone = VllmNode("decode", ok, store)
     async with cluster(p, gone, good, health_interval_s=30.0, ready=False) as c:
-        await until(lambda: all(node.up for node in c.router.pool.nodes))
+        await c.all_up()
         c.node(gone).url = "http://127.0.0.1:1"
         assert await said(c) == "abc"
         assert len(p.calls) == 1
         assert good.calls[0].body["kv_transfer_params"]["do_remote_prefill"]
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@STREAMS
 async def test_an_answer_without_end_and_one_that_is_no_stream_are_given_up(
     monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:

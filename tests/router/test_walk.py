@@ -10,17 +10,21 @@ from typing import Any
 import pytest
 from msgspec import structs
 from router_doubles import (
+    ANSWERS,
     DONE,
     KV,
     MODEL,
     NO_PROMPTS,
     PROMPT_IDS,
+    STREAM,
     STREAMED,
+    STREAMS,
     WHOLE,
     Call,
     FakeNode,
     broken,
     cluster,
+    cut,
     decode,
     decode_ok,
     event,
@@ -44,7 +48,7 @@ from kvrelay.wire.transfer import SPILL_REFUSED, KvTransferParams
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@STREAMS
 async def test_a_request_walks_through_both_nodes(
     stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -54,7 +58,7 @@ async def test_a_request_walks_through_both_nodes(
         headers = {"x-request-id": "my.id-1", "traceparent": TRACE, "tracestate": "a=1"}
         headers |= {"cookie": "a=1", "x-kvrelay-load": "1"}
         text = await c.text({"stream": stream, "max_tokens": 9}, headers=headers)
-        assert text == (STREAMED if stream else WHOLE.decode())
+        assert text == ANSWERS[stream]
         (first,), (second,) = p.calls, d.calls
         for call in (first, second):
             assert call.headers["x-request-id"] == first.headers["x-request-id"]
@@ -77,7 +81,7 @@ async def test_a_request_walks_through_both_nodes(
         assert c.metric("kvrelay_router_disaggregated_total") == 1
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@STREAMS
 async def test_no_decode_node_is_asked_when_the_first_token_ends_the_request(stream: bool) -> None:
     p, d = prefill(Call.end), decode()
     async with cluster(p, d) as c:
@@ -86,7 +90,7 @@ async def test_no_decode_node_is_asked_when_the_first_token_ends_the_request(str
         assert d.calls == []
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@STREAMS
 @pytest.mark.parametrize("at", ["prefill", "decode", "decoding"])
 async def test_a_client_that_goes_away_stops_its_node_and_frees_the_kv(
     stream: bool, at: str
@@ -118,7 +122,7 @@ async def test_a_request_ends_at_its_deadline_on_all_nodes() -> None:
         answer = await c.asked()
         assert answer.status == 504
         assert answer.error["type"] == "deadline_exceeded"
-        text = await c.text({"stream": True})
+        text = await c.text(STREAM)
         assert '"deadline_exceeded"' in text
         assert text.endswith("data: [DONE]\n\n")
         await until(d.aborted.is_set)
@@ -147,7 +151,7 @@ async def test_a_decode_request_begins_with_the_ticket_and_the_first_token_comes
     begun = asyncio.Event()
     p, d = prefill(prefills), decode(decodes)
     async with cluster(p, d) as c:
-        assert await c.text({"stream": True}) == STREAMED
+        assert await c.text(STREAM) == STREAMED
         assert len(d.calls) == 1
 
 
@@ -171,7 +175,7 @@ async def test_a_decode_node_that_tells_of_another_first_token_begins_again_behi
     told = asyncio.Event()
     d = decode(decodes)
     async with cluster(prefill(prefills), d) as c:
-        assert await c.text({"stream": True}) == STREAMED
+        assert await c.text(STREAM) == STREAMED
         assert [call.params.get("generated") for call in d.calls] == [None, [11]]
 
 
@@ -181,7 +185,7 @@ async def test_a_decode_node_that_refuses_ends_the_prefill_at_once() -> None:
         await hold(call)
 
     p = prefill(prefills)
-    async with cluster(p, decode(refuse(422))) as c, c.post({"stream": True}) as answer:
+    async with cluster(p, decode(refuse(422))) as c, c.post(STREAM) as answer:
         assert answer.status == 422
 
 
@@ -206,7 +210,7 @@ async def test_an_end_behind_a_first_token_that_the_decode_node_has_told_is_left
     d = decode(decodes)
     async with cluster(prefill(prefills), d) as c:
         wanted = event("a") + event("", "stop") + DONE
-        assert await c.text({"stream": True}) == wanted.decode()
+        assert await c.text(STREAM) == wanted.decode()
         assert len(d.calls) == 1
 
 
@@ -229,7 +233,7 @@ async def test_a_prefill_request_that_is_refused_behind_the_end_adds_nothing(
     monkeypatch.setattr(RequestRun, "_decode", slowly)
     told = asyncio.Event()
     async with cluster(prefill(prefills), decode()) as c:
-        assert await c.text({"stream": True}) == STREAMED
+        assert await c.text(STREAM) == STREAMED
 
 
 async def test_a_hand_over_without_kv_is_computed_by_the_decode_node() -> None:
@@ -244,20 +248,20 @@ async def test_a_hand_over_without_kv_is_computed_by_the_decode_node() -> None:
 
     p, d = prefill(prefills), decode()
     async with cluster(p, d) as c:
-        assert await c.text({"stream": True}) == STREAMED
+        assert await c.text(STREAM) == STREAMED
         assert params_of(d.calls[0]).remote_request_id is None
 
 
 # --- one decode node alone
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@STREAMS
 async def test_without_a_prefill_node_a_decode_node_answers_alone(stream: bool) -> None:
     p, d = prefill(health_status=503), decode(kv=KV)
     async with cluster(p, d, ready=False) as c:
         await until(lambda: c.node(d).up)
         text = await c.text({"stream": stream, "max_tokens": 9})
-        assert text == (STREAMED if stream else WHOLE.decode())
+        assert text == ANSWERS[stream]
         (call,) = d.calls
         assert call.body["messages"] == [{"role": "user", "content": "hi"}]
         params = params_of(call)
@@ -275,12 +279,9 @@ async def test_without_a_prefill_node_a_decode_node_answers_alone(stream: bool) 
 async def test_when_the_only_prefill_node_is_lost_before_the_first_byte_a_decode_node_answers_alone() -> (
     None
 ):
-    async def die(call: Call) -> None:
-        call.cut()
-
-    p, d = prefill(die), decode(kv=KV)
+    p, d = prefill(cut), decode(kv=KV)
     async with cluster(p, d, health_interval_s=60) as c:
-        assert await c.text({"stream": True}) == STREAMED
+        assert await c.text(STREAM) == STREAMED
         assert not c.node(p).up
         assert c.metric("kvrelay_router_local_prefills_total", reason="no_prefill_node") == 1
 
@@ -295,7 +296,7 @@ async def spilled(p: FakeNode, d: FakeNode, **config: object) -> tuple[int, int,
     async with cluster(p, d, **{"strict_roles": False} | config) as c:
         for node in (p, d):
             c.node(node).state.set_costs(COSTS, 50.0)
-        assert await c.text({"stream": True}) == STREAMED
+        assert await c.text(STREAM) == STREAMED
         spills = c.metric("kvrelay_router_local_prefills_total", reason="price")
         return len(p.calls), len(d.calls), spills
 
@@ -339,7 +340,7 @@ async def test_where_no_pair_can_talk_a_decode_node_answers_alone_or_the_error_n
 ):
     p = prefill(kv=KV)
     async with cluster(p, decode(kv=other_kind())) as c:
-        assert await c.text({"stream": True}) == STREAMED
+        assert await c.text(STREAM) == STREAMED
         assert c.metric("kvrelay_router_local_prefills_total", reason="incompatible") == 1
     d = decode(kv=other_kind(computes_prompts=False))
     async with cluster(p, d) as c, c.post() as answer:
@@ -359,7 +360,7 @@ async def test_kv_whose_only_taker_went_away_is_computed_on_the_other_kind_and_g
     gone = asyncio.Event()
     p, fits, other = prefill(wait_then_hand_over, kv=KV), decode(kv=KV), decode(kv=other_kind())
     async with cluster(p, fits, other) as c:
-        answer = asyncio.create_task(c.text({"stream": True}))
+        answer = asyncio.create_task(c.text(STREAM))
         await until(lambda: bool(p.calls))
         fits.health_status = 503
         await until(lambda: not c.node(fits).up)
