@@ -8,7 +8,7 @@ import contextlib
 from typing import Any
 
 import pytest
-from router_doubles import OPERATOR, Cluster, cluster, decode, prefill
+from router_doubles import OPERATOR, STREAMS, Cluster, cluster, decode, prefill
 from starlette.testclient import TestClient
 
 from kvrelay.node.app import create_app as create_node
@@ -32,7 +32,7 @@ async def asked(
     return answer.status, answer.headers, answer.body
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@STREAMS
 async def test_a_page_of_an_allowed_origin_reads_answers_and_errors(stream: bool) -> None:
     async with cluster(prefill(), decode(), allowed_origins=(PAGE, "https://b"), api_key="k") as c:
         key = {"authorization": "Bearer k"}
@@ -127,26 +127,6 @@ def test_a_node_has_the_same_front() -> None:
     assert ALLOW not in client.get("/version", headers={"origin": "https://evil"}).headers
     wants = {"origin": PAGE, "access-control-request-method": "POST"}
     assert client.options("/n/v1/chat/completions", headers=wants).headers[ALLOW] == PAGE
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"root_path": "llm"}, "root_path must begin with /"),
-        ({"root_path": "/llm/"}, "root_path must begin with /"),
-        ({"root_path": "/"}, "root_path must begin with /"),
-        ({"allowed_origins": ("chat.example",)}, "allowed_origins must be"),
-        ({"allowed_origins": ("https://chat.example/",)}, "without a path"),
-        ({"allowed_origins": ("*",), "allow_credentials": True}, "name the origins"),
-    ],
-)
-def test_settings_that_no_browser_or_proxy_could_meet_are_refused(
-    settings: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(ConfigError, match=said):
-        RouterConfig(**settings)
-    with pytest.raises(ConfigError, match=said):
-        NodeConfig(EngineConfig("m"), **settings)
 
 
 @pytest.mark.parametrize("given", [['["a","b"]'], ["a", "b"], ['["a"]', "b"]])

@@ -22,7 +22,6 @@ from kvrelay.router.nodes.node import NodeSpec
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ConfigError
-from kvrelay.wire.router_config import RouterConfig
 from tests.cluster.certificates import authority
 
 P, D = "http://127.0.0.1:8100", "http://127.0.0.1:8200"
@@ -223,10 +222,3 @@ async def test_outside_of_a_pod_the_router_says_what_to_do(
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST")
     with pytest.raises(ConfigError, match="in a pod with a service account"):
         api_server("theirs")
-
-
-def test_a_namespace_alone_is_refused() -> None:
-    with pytest.raises(ConfigError, match="kubernetes_selector"):
-        RouterConfig(kubernetes_namespace="serving")
-    with pytest.raises(ConfigError, match="namespace"):
-        RouterConfig(kubernetes_selector="app=kvrelay", kubernetes_namespace="../nodes")

@@ -93,34 +93,6 @@ def test_files_that_cannot_be_used_are_told_before_anything_listens(
         )
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"ssl_keyfile": "key.pem"}, "ssl_keyfile needs ssl_certfile"),
-        (
-            {"ssl_cert_reqs": 3, "ssl_certfile": "c", "ssl_ca_certs": "a"},
-            "ssl_cert_reqs 3 is not one of 0, 1, 2",
-        ),
-        ({"ssl_cert_reqs": 2, "ssl_ca_certs": "a"}, "ssl_cert_reqs 2 needs ssl_certfile"),
-        ({"ssl_cert_reqs": 2, "ssl_certfile": "c"}, "ssl_cert_reqs 2 needs .* ssl_ca_certs"),
-    ],
-)
-def test_settings_that_do_not_belong_together_are_refused(
-    settings: dict[str, object], said: str
-) -> None:
-    with pytest.raises(ConfigError, match=said):
-        RouterConfig(**settings)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=said):
-        NodeConfig(EngineConfig("m"), **settings)  # type: ignore[arg-type]
-
-
-def test_only_a_router_has_a_use_for_authorities_or_a_second_certificate() -> None:
-    with pytest.raises(ConfigError, match="ssl_ca_certs is for clients"):
-        NodeConfig(EngineConfig("m"), ssl_certfile="c", ssl_ca_certs="a")
-    with pytest.raises(ConfigError, match="node_ssl_keyfile needs node_ssl_certfile"):
-        RouterConfig(node_ssl_keyfile="k")
-
-
 def test_a_node_with_a_certificate_announces_an_https_address() -> None:
     assert (
         NodeConfig(EngineConfig("m"), port=8100, ssl_certfile="c").url == "https://127.0.0.1:8100"

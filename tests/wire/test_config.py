@@ -21,6 +21,7 @@ from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.router_config import RouterConfig
 
 engine, store = partial(EngineConfig, "m"), partial(CacheConfig, kv_host_memory=1 << 20)
+node = partial(NodeConfig, engine())
 
 
 def ranks(**given: Any) -> RanksConfig:
@@ -170,6 +171,16 @@ def ranks(**given: Any) -> RanksConfig:
             {"decode_policy": "fastest"},
             "decode_policy 'fastest' is not one of least_queue, prefix, price",
         ),
+        (RouterConfig, {"least_prefill": -1}, "least_prefill must be at least 0, got -1"),
+        (RouterConfig, {"least_decode": 0}, "least_decode must be at least 1, got 0"),
+        (RouterConfig, {"kubernetes_namespace": "serving"}, "kubernetes_selector"),
+        (
+            RouterConfig,
+            {"kubernetes_selector": "app=kvrelay", "kubernetes_namespace": "../nodes"},
+            "namespace",
+        ),
+        (RouterConfig, {"node_ssl_keyfile": "k"}, "node_ssl_keyfile needs node_ssl_certfile"),
+        (node, {"ssl_certfile": "c", "ssl_ca_certs": "a"}, "ssl_ca_certs is for clients"),
     ],
 )
 def test_what_cannot_work_is_refused_and_no_secret_is_named(
@@ -179,6 +190,32 @@ def test_what_cannot_work_is_refused_and_no_secret_is_named(
         kind(**given)
     assert said in caught.value.message
     assert "letters" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"root_path": "llm"}, "root_path must begin with /"),
+        ({"root_path": "/llm/"}, "root_path must begin with /"),
+        ({"root_path": "/"}, "root_path must begin with /"),
+        ({"allowed_origins": ("chat.example",)}, "allowed_origins must be"),
+        ({"allowed_origins": ("https://chat.example/",)}, "without a path"),
+        ({"allowed_origins": ("*",), "allow_credentials": True}, "name the origins"),
+        ({"ssl_keyfile": "key.pem"}, "ssl_keyfile needs ssl_certfile"),
+        (
+            {"ssl_cert_reqs": 3, "ssl_certfile": "c", "ssl_ca_certs": "a"},
+            "ssl_cert_reqs 3 is not one of 0, 1, 2",
+        ),
+        ({"ssl_cert_reqs": 2, "ssl_ca_certs": "a"}, "ssl_cert_reqs 2 needs ssl_certfile"),
+        ({"ssl_cert_reqs": 2, "ssl_certfile": "c"}, "ssl_cert_reqs 2 needs .* ssl_ca_certs"),
+    ],
+)
+def test_what_neither_a_router_nor_a_node_can_have_is_refused(
+    given: dict[str, Any], said: str
+) -> None:
+    for kind in (RouterConfig, node):
+        with pytest.raises(ConfigError, match=said):
+            kind(**given)
 
 
 def test_a_token_is_not_shown() -> None:
