@@ -3,20 +3,20 @@ large bodies.
 """
 
 import asyncio
-import contextlib
-import gc
-from collections import Counter
-from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import pytest
 from router_doubles import (
-    Call,
+    STREAMS,
     Cluster,
     Script,
     cluster,
+    cut,
+    cut_after_token,
     decode,
     decode_ok,
+    hold,
     prefill,
     prefill_ok,
     refuse,
@@ -28,26 +28,9 @@ from kvrelay.router.relay import Relay
 from kvrelay.router.request.job import Job
 from kvrelay.router.request.run import RequestRun
 from kvrelay.wire.errors import KvrelayError
+from tests.collector import left_by
 
-
-def kept() -> Counter[str]:
-    """Objects of requests, by their types."""
-    kinds = (Request, Relay, RequestRun, Job, KvrelayError)
-    types = Counter(map(type, gc.get_objects()))  # few: to ask each object took ten times as long
-    return Counter({each.__name__: n for each, n in types.items() if issubclass(each, kinds)})
-
-
-async def hold(call: Call) -> None:
-    await asyncio.sleep(30)
-
-
-async def cut_at_once(call: Call) -> None:
-    call.cut()
-
-
-async def cut_after_token(call: Call) -> None:
-    await call.tokens(12, "b", 2)
-    call.cut()
+_left_by = partial(left_by, (Request, Relay, RequestRun, Job, KvrelayError))
 
 
 @pytest.mark.parametrize(
@@ -57,41 +40,38 @@ async def cut_after_token(call: Call) -> None:
         pytest.param(refuse(400), decode_ok, id="refused by a prefill node"),
         pytest.param(prefill_ok, refuse(400), id="refused by a decode node"),
         pytest.param(refuse(429), refuse(429), id="no room"),
-        pytest.param(cut_at_once, decode_ok, id="prefill nodes lost"),
+        pytest.param(cut, decode_ok, id="prefill nodes lost"),
         pytest.param(prefill_ok, cut_after_token, id="decode nodes lost"),
-        pytest.param(prefill_ok, cut_at_once, id="decode nodes lost at once"),
+        pytest.param(prefill_ok, cut, id="decode nodes lost at once"),
     ],
 )
-@pytest.mark.parametrize("stream", [True, False])
+@STREAMS
 async def test_a_request_leaves_nothing_for_the_collector(
     p: Script, d: Script, stream: bool
 ) -> None:
     async with cluster(prefill(p), prefill(p), decode(d), decode(d), request_deadline_s=0.5) as c:
-        assert await _left_by(lambda: _ask(c, stream)) == Counter()
+        assert not await _left_by(lambda: _ask(c, stream))
 
 
 async def test_a_deadline_that_ends_the_wait_for_a_verdict_leaves_nothing_for_the_collector() -> (
     None
 ):
-    lost = [prefill(cut_at_once) for _ in range(8)]  # each request loses two
+    lost = [prefill(cut) for _ in range(8)]  # each request loses two
     async with cluster(*lost, decode(), health_interval_s=60, request_deadline_s=0.5) as c:
-        assert await _left_by(lambda: _ask(c, stream=True)) == Counter()
+        assert not await _left_by(lambda: _ask(c, stream=True))
         assert [len(each.calls) for each in lost] == [1] * 8
 
 
 async def test_a_request_of_several_prompts_leaves_nothing_for_the_collector() -> None:
     async with cluster(prefill(), decode(refuse(400))) as c:
         body = {"prompt": ["a", "b"], "messages": None}
-        assert (
-            await _left_by(lambda: _ask(c, stream=True, path="/v1/completions", body=body))
-            == Counter()
-        )
+        assert not await _left_by(lambda: _ask(c, stream=True, path="/v1/completions", body=body))
 
 
 async def test_what_the_router_refuses_itself_leaves_nothing_for_the_collector() -> None:
     async with cluster(prefill(), decode()) as c:
         for body in ({"model": "unknown"}, {"n": "two"}, {"max_tokens": -1}):
-            assert await _left_by(lambda body=body: _ask(c, stream=False, body=body)) == Counter()
+            assert not await _left_by(lambda body=body: _ask(c, stream=False, body=body))
 
 
 async def test_a_client_that_goes_leaves_nothing_for_the_collector() -> None:
@@ -104,24 +84,7 @@ async def test_a_client_that_goes_leaves_nothing_for_the_collector() -> None:
             asking.cancel()
             await until(lambda: not c.router.log.running)
 
-        assert await _left_by(goes) == Counter()
-
-
-async def _left_by(ask: Callable[[], Awaitable[None]]) -> Counter[str]:
-    """Objects that are there after some requests, and were not before."""
-    await ask()  # what is made once
-    gc.collect()
-    gc.freeze()  # else each of these tests looks through all that is left of others
-    gc.disable()
-    try:
-        before = kept()
-        for _ in range(3):
-            await ask()
-        with contextlib.suppress(TimeoutError):
-            await until(lambda: not kept() - before, 10.0)  # some ends behind its answer
-        return kept() - before
-    finally:
-        gc.enable()
+        assert not await _left_by(goes)
 
 
 async def _ask(c: Cluster, stream: bool, body: Any = None, **kwargs: Any) -> None:
