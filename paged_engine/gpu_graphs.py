@@ -54,7 +54,9 @@ class StepUploads:
         self._group = model.num_heads // model.num_kv_heads
         self._block_size, self._chunks_only = block_size, chunks_only
         self._uploads = Uploads(device)
-        self.max_blocks = _to_16_bytes(-(-max_model_len // block_size))
+        # Padding may be longer than any request.
+        longest = max([max_model_len, *(shape.rows for shape in shapes)])
+        self.max_blocks = _to_16_bytes(-(-longest // block_size))
         rows = _to_16_bytes(max_num_seqs)
 
         def zeros(*shape: int) -> torch.Tensor:

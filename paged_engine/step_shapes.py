@@ -90,8 +90,7 @@ def padded(values: StepValues, shape: StepShape, *, null_slot: int, block_size: 
     spare = shape.rows - used
     rows = np.repeat(PADDING_ROW[:, None], shape.rows, axis=1)
     rows[:, :used] = values.rows
-    rows[2, used:] = np.arange(spare)
-    rows[4, used:] = rows[2, used:] % block_size
+    rows[4, used:] = np.arange(spare) % block_size
     sequences = np.repeat(PADDING_SEQUENCE[:, None], shape.decodes + shape.prompts, axis=1)
     counts = np.zeros(sequences.shape[1], np.int32)
     sequences[:, :here], counts[:here] = values.sequences, values.counts

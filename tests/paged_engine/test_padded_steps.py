@@ -6,6 +6,8 @@ Kernels run in Triton's interpreter where there is no GPU.
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,10 +25,20 @@ from kvrelay.paged_engine.kv_pool import KVPool
 from kvrelay.paged_engine.model_files import read_tensors
 from kvrelay.paged_engine.ranks import Alone
 from kvrelay.paged_engine.step_shapes import smallest_shape, step_shapes
-from kvrelay.paged_engine.step_values import Slots, StepValues
+from kvrelay.paged_engine.step_values import Slots, StepValues, null_step
 from kvrelay.wire.config import EngineConfig
 
 SLOTS, BLOCKS, LONGEST = 8, 64, 128
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    empty = torch.empty
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
+    return torch.device("cpu")
 
 
 class Device:
@@ -65,12 +77,24 @@ class Device:
         return logits[: len(values.sampled_rows)].float()
 
 
-def test_a_padded_step_has_the_logits_of_the_step(tmp_path, monkeypatch) -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu":
-        empty = torch.empty
-        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-        monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
+def test_padding_may_be_longer_than_any_request(device) -> None:
+    """Its positions have angles, and its slot's table has room for its blocks."""
+    longest, shapes = 48, step_shapes(max_num_seqs=256, max_prompt_rows=48)
+    model: Any = SimpleNamespace(num_heads=4, num_kv_heads=2)
+    uploads = StepUploads(
+        model, block_size=BLOCK, max_num_seqs=256, max_model_len=longest, chunks_only=False,
+        shapes=shapes, device=device,
+    )  # fmt: skip
+    values = null_step([1] * 191 + [2], BLOCK, -1)
+    shape = smallest_shape(values, shapes)
+    assert shape is not None
+    step = uploads.shaped(values, shape)
+    assert step.context_lens.max() == shape.rows - 193 > longest
+    assert step.context_lens.max() <= step.tables.shape[1] * BLOCK
+    assert step.positions.max() < longest
+
+
+def test_a_padded_step_has_the_logits_of_the_step(tmp_path, device) -> None:
     make_tiny("Gemma2ForCausalLM", tmp_path, num_hidden_layers=2)  # one layer has a window
     plain, shaped = (Device(str(tmp_path), device) for _ in range(2))
     rng, scheduler = random.Random(1), make(BLOCKS, max_model_len=LONGEST, max_num_seqs=SLOTS)

@@ -69,7 +69,7 @@ class Device:
                 )
                 assert adapter == -1
                 assert block == self.tables[slot][position // BLOCK]
-                assert offset == position % BLOCK
+                assert block == NULL_BLOCK or offset == position % BLOCK
                 self.kv[block, offset] = self.sampled[source] if source >= 0 else token
             end += count
             text = [self.kv[self.tables[slot][p // BLOCK], p % BLOCK] for p in range(context_len)]
