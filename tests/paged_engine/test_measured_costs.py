@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from engines import drain, make, output, prompt, submit
 from tiny_models import make_tiny
 
 from kvrelay.paged_engine.request import Request
-from kvrelay.paged_engine.timed_steps import TimedSteps, measure_steps
+from kvrelay.paged_engine.step_shapes import step_shapes
+from kvrelay.paged_engine.timed_steps import TimedSteps, _points, measure_steps
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.step_costs import Point, StepCosts, fitted_costs
 
@@ -44,6 +47,16 @@ def test_the_fit_finds_the_sum_that_the_times_are() -> None:
 def test_few_points_are_better_than_none() -> None:
     assert fitted_costs([]).decode_ms(4, 100) == 0
     assert fitted_costs([(1, 256, 0, 0, 5.0)]).decode_ms(1, 256) == pytest.approx(5)
+
+
+def test_no_rows_pad_the_steps_that_a_gpu_measures() -> None:
+    scheduler = SimpleNamespace(pool=SimpleNamespace(free=20_000))
+    sizes = {"max_num_batched_tokens": 8192, "max_model_len": 131_072, "max_num_seqs": 256}
+    engine = SimpleNamespace(scheduler=scheduler, pool=SimpleNamespace(block_size=16), **sizes)
+    timed: Any = SimpleNamespace(engine=engine, clock=lambda: 0.0, times=lambda *_, **__: [1.0])
+    shapes = {shape.rows for shape in step_shapes(max_num_seqs=256, max_prompt_rows=8192)}
+    counts = {rows + tokens for rows, _, tokens, *_ in _points(timed) if tokens}
+    assert counts - shapes == {4096, 8192}, "which have no graph"
 
 
 def test_an_engine_that_has_measured_itself_answers_as_one_that_has_not(tmp_path: Path) -> None:
