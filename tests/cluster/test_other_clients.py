@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +18,12 @@ import pytest
 from held_model import held_model
 from real_cluster import EMBEDDED_KEY, Cluster
 
+from tests.commands import output_of
+
 pytestmark = [pytest.mark.cluster, pytest.mark.model]
 
 KEY, MODEL = EMBEDDED_KEY, "SmolLM2-135M-Instruct"
 SCRIPTS = Path(__file__).parents[1] / "clients"
-DEADLINE_S = 240.0
 NUMBERS = {"a": 2, "b": 3}
 COMPLETE = [
     "anthropic",
@@ -60,15 +60,8 @@ def run(request: pytest.FixtureRequest, name: str, url: str) -> dict[str, Any]:
         python = sys.executable if ours else str(request.getfixturevalue("clients") / "python")
         command = [python, str(SCRIPTS / f"{script}_client.py")]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [*command, url, KEY, MODEL],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    told = output_of(*command, url, KEY, MODEL, env=environment)
+    found: dict[str, Any] = json.loads(told.splitlines()[-1])
     return found
 
 

@@ -5,7 +5,6 @@ figures were measured.
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from kvrelay.wire.router_config import RouterConfig
 from scripts.reference.command_line import Command, general_flags
 from scripts.reference.command_line import commands as all_commands
 from scripts.reference.metric_families import metrics_reference
+from tests.commands import output_of
 
 KNOWN: dict[str, Command] = {each.name: each for each in all_commands()}
 ALWAYS = general_flags()
@@ -153,18 +153,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     menu names.
     """
     folder = tmp_path_factory.mktemp("site")
-    command = [
-        sys.executable,
-        "-m",
-        "mkdocs",
-        "--quiet",
-        "build",
-        "--strict",
-        "--site-dir",
-        str(folder),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
+    command = [sys.executable, "-m", "mkdocs", "--quiet", "build", "--strict", "--site-dir"]
+    output_of(*command, folder, cwd=ROOT)
     return folder
 
 

@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 from documents import DOCS, ROOT, Block, blocks
 
+from tests.commands import output_of
+
 pytestmark = [pytest.mark.cluster, pytest.mark.model]
 
 START_DEADLINE_S = 300.0
-ASK_DEADLINE_S = 300.0
 
 PAGE = DOCS / "quickstart" / "cpu.md"
 
@@ -99,16 +100,7 @@ def run(url: str, tmp_path: Path) -> Run:
             if found.language == "python"
             else as_script(found.text, url)
         )
-        done = subprocess.run(
-            [*program, text],
-            capture_output=True,
-            text=True,
-            timeout=ASK_DEADLINE_S,
-            cwd=tmp_path,
-            env=environment(),
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        return output_of(*program, text, cwd=tmp_path, env=environment())
 
     return run_block
 

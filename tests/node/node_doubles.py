@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,12 @@ def engine_info(max_model_len: int = 1000, **fields: Any) -> EngineReady:
 def serving_of(folder: Path, info: EngineReady, **fields: Any) -> Serving:
     tokenizer = load_tokenizer(write_config(folder))
     return Serving(Role.AGGREGATED, "m", TEMPLATE, tokenizer, info, **fields)
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds of CPU time that a process has had."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def ticket(tokens: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from node_doubles import cpu_s
 
 from kvrelay.node import process as node_process
 from kvrelay.node.process import (
@@ -25,6 +26,7 @@ from kvrelay.node.process import (
     raise_file_limit,
 )
 from kvrelay.wire.errors import ConfigError
+from tests.commands import output_of
 
 DEADLINE_S = 30.0
 ASK = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
@@ -46,9 +48,8 @@ def main():
 def test_the_collector_passes_over_what_was_imported(tmp_path: Path, repository: Path) -> None:
     (tmp_path / "started_so.py").write_text(_MODULE, encoding="utf-8")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(repository)])}
-    command = [*python_command("started_so"), "ENDPOINT"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.split() == ["False", "True", "True", "ENDPOINT"]
+    told = output_of(*python_command("started_so"), "ENDPOINT", env=env)
+    assert told.split() == ["False", "True", "True", "ENDPOINT"]
 
 
 @pytest.mark.parametrize(
@@ -129,11 +130,6 @@ def test_the_soft_limit_becomes_the_hard_one_or_a_million(
     monkeypatch.setattr(node_process, "_MAX_OPEN_FILES", 200)
     raise_file_limit()
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(hard, most), "never lowered"
-
-
-def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def said(client: socket.socket) -> bytes:

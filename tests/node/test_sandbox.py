@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from node_doubles import EOS, VOCAB, write_config
+from node_doubles import EOS, VOCAB, cpu_s, write_config
 
 from kvrelay.node.sandbox import Sandbox, Setup
 from kvrelay.wire.errors import Overloaded, RequestError, Unavailable
@@ -50,9 +50,8 @@ async def until(what: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
-def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+async def works(sandbox: Sandbox) -> None:
+    assert await sandbox.token_ids(True, chat("ab")) == [[97, 98]]
 
 
 async def endless(sandbox: Sandbox) -> asyncio.Task[list[list[int]]]:
@@ -64,7 +63,7 @@ async def endless(sandbox: Sandbox) -> asyncio.Task[list[list[int]]]:
 
 
 async def test_prompts_are_rendered_and_tokenized(sandbox: Sandbox) -> None:
-    assert await sandbox.token_ids(True, chat("ab")) == [[97, 98]]
+    await works(sandbox)
     body = json.dumps({"prompt": ["a", "bc"]}).encode()
     assert await sandbox.token_ids(False, body) == [[97], [98, 99]]
 
@@ -130,7 +129,7 @@ async def test_a_grammar_whose_tokens_take_too_long_is_a_400(sandbox: Sandbox, f
 async def test_memory_is_limited(sandbox: Sandbox) -> None:
     with pytest.raises(RequestError, match="1024 MiB of memory"):
         await sandbox.token_ids(True, chat("x", chat_template="{{ 'a' * 10000000000 }}"))
-    assert await sandbox.token_ids(True, chat("ab")) == [[97, 98]]
+    await works(sandbox)
 
 
 async def test_time_is_limited() -> None:
@@ -150,7 +149,7 @@ async def test_a_client_that_leaves_takes_the_child_along(sandbox: Sandbox) -> N
     with pytest.raises(asyncio.CancelledError):
         await task
     await until(lambda: not children(sandbox))
-    assert await sandbox.token_ids(True, chat("ab")) == [[97, 98]]
+    await works(sandbox)
 
 
 async def test_children_beyond_two_wait_for_a_turn(sandbox: Sandbox) -> None:
@@ -163,7 +162,7 @@ async def test_children_beyond_two_wait_for_a_turn(sandbox: Sandbox) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert await sandbox.token_ids(True, chat("ab")) == [[97, 98]]
+    await works(sandbox)
 
 
 async def test_requests_that_wait_for_one_grammar_share_what_is_compiled(sandbox: Sandbox) -> None:
@@ -185,4 +184,4 @@ async def test_a_killed_process_is_no_fault_of_the_request(sandbox: Sandbox) -> 
             os.kill(pid, signal.SIGKILL)
     with pytest.raises(Unavailable):
         await task
-    assert await sandbox.token_ids(True, chat("ab")) == [[97, 98]]
+    await works(sandbox)

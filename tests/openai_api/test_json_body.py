@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ from kvrelay.openai_api.json_body import (
     off_loop,
 )
 from kvrelay.wire.errors import BodyTooLarge, RequestError
+from tests.commands import output_of
 from tests.openai_api.answers import translated
 
 values = st.recursive(
@@ -173,10 +173,7 @@ print((resident() - before) >> 20)
 
 
 def test_the_memory_of_a_freed_body_goes_back_to_the_system() -> None:
-    told = subprocess.run(
-        [sys.executable, "-c", BODIES], capture_output=True, text=True, check=True
-    )
-    assert int(told.stdout) < 8  # 30 to 80 without
+    assert int(output_of(sys.executable, "-c", BODIES)) < 8  # 30 to 80 without
 
 
 _ASKED = b'"messages":[{"role":"user","content":"x"}]'

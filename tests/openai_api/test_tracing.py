@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from kvrelay.openai_api.headers import trace_id_of
 from kvrelay.openai_api.tracing import Tracing, otlp_endpoint, start_tracing
 from kvrelay.wire.errors import ConfigError
+from tests.commands import output_of
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -43,16 +43,8 @@ def test_switched_off_no_sdk_is_imported(repository: Path) -> None:
         "except Exception as why: print(why)\n"
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
-    command = [sys.executable, "-P", "-c", code]
-    done = subprocess.run(
-        command,
-        env=env | {"PYTHONPATH": str(repository)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "kvrelay[tracing]" in done.stdout
+    env["PYTHONPATH"] = str(repository)
+    assert "kvrelay[tracing]" in output_of(sys.executable, "-P", "-c", code, env=env)
 
 
 def test_what_is_asked_of_others_carries_on_the_trace() -> None:

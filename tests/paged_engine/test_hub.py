@@ -7,7 +7,6 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from kvrelay.paged_engine.hub import resolve_model
 from kvrelay.paged_engine.model_files import read_model_config, read_tensors
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.errors import ConfigError
+from tests.commands import output_of
 
 
 @pytest.fixture(scope="module")
@@ -210,9 +210,7 @@ def test_a_path_costs_no_import() -> None:
         "import EngineConfig; resolve_model(EngineConfig('.'), id); assert not "
         "{'huggingface_hub', 'torch'} & set(sys.modules)"
     )
-    subprocess.run(
-        [sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=60
-    )
+    output_of(sys.executable, "-c", code, cwd=Path(__file__).parents[2])
 
 
 def test_what_is_cached_is_not_downloaded_again_and_works_without_network(
