@@ -18,7 +18,7 @@ from shared_backend import BLOCK_BYTES, BLOCKS, REGION, SharedBackend, pattern
 import kvrelay.kv_transfer.peers
 from kvrelay.kernels.pool_memory import zeros
 from kvrelay.kv_transfer.backend import TransferBackend
-from kvrelay.kv_transfer.connector import Event, FetchFailed, PoolRegion, Settled
+from kvrelay.kv_transfer.connector import Event, Fetched, FetchFailed, PoolRegion, Settled
 from kvrelay.kv_transfer.direct import DirectBackend
 from kvrelay.kv_transfer.nccl import NcclBackend
 from kvrelay.kv_transfer.nixl import NixlBackend
@@ -72,6 +72,12 @@ class EngineNode:
             got += self.engine.events()
         assert len(got) == count, got
         return got
+
+    def fetched(self) -> Fetched:
+        """The next event, the end of a fetch."""
+        (event,) = self.wait(1)
+        assert isinstance(event, Fetched), event
+        return event
 
     def fails(self) -> str:
         """Why a fetch has failed, which is settled."""

@@ -14,7 +14,7 @@ from peer_process import peer_process
 from shared_backend import pattern
 
 from kvrelay.kv_transfer.cached import MOST_ASKED, Asks, Callers
-from kvrelay.kv_transfer.connector import CachedAsked, Fetched, Granted, Released, peer_of
+from kvrelay.kv_transfer.connector import CachedAsked, Granted, Released, peer_of
 from kvrelay.kv_transfer.messages import MAX_MESSAGE_BYTES, LeaseCached, Leased, encode
 from kvrelay.kv_transfer.tickets import asking_refusal, sealed_address
 from kvrelay.wire.transfer import Source, Ticket
@@ -71,8 +71,7 @@ def test_a_leased_prefix_is_fetched_like_any_other(source: SharedNode, reader: S
     assert ticket is not None
     assert (ticket.remote_block_ids, ticket.num_tokens) == ([[5, 2, 9]], (3 + 3) * 16)
     reader.fetch("r", ticket, [5, 2, 9], [7, 3, 11])
-    (fetched,) = reader.wait(1)
-    assert isinstance(fetched, Fetched)
+    reader.fetched()
     assert [reader.backend.read(i) for i in (7, 3, 11)] == [pattern(i) for i in (5, 2, 9)]
     assert source.wait(1) == [Released(lease, expired=False)]
     assert reader.engine.stats().ask_failures == {}

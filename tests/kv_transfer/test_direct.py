@@ -243,8 +243,7 @@ def gpu_reader(request: pytest.FixtureRequest) -> Iterator[RealNode]:
 
 def fetched_all(reader: RealNode, source: PeerProcess, name: str) -> None:
     fetch_all(reader, source, name)
-    (fetched,) = reader.wait(1)
-    assert isinstance(fetched, Fetched), fetched
+    reader.fetched()
     check_all(reader)
 
 
@@ -259,8 +258,7 @@ def test_gpu_pools_of_two_processes_on_one_gpu(gpu_reader: RealNode, there: Any)
         # Other blocks stay as they are.
         before = gpu_reader.pool.clone()
         gpu_reader.fetch("r", source.offer("r", [5, 9, 2]), [5, 9, 2], [0, 40, 63])
-        (fetched,) = gpu_reader.wait(1)
-        assert isinstance(fetched, Fetched), fetched
+        gpu_reader.fetched()
         before[[0, 40, 63]] = torch.tensor([6, 10, 3]).to(before)[:, None]
         assert torch.equal(gpu_reader.pool, before)
 

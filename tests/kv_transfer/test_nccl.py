@@ -85,8 +85,11 @@ class BackendNode:
         self.backend.close()
 
 
+Start = Callable[..., BackendNode]
+
+
 @pytest.fixture
-def start() -> Iterator[Callable[..., BackendNode]]:
+def start() -> Iterator[Start]:
     with contextlib.ExitStack() as stack:
         closing = contextlib.closing
         yield lambda *sizes, **more: stack.enter_context(closing(BackendNode(*sizes, **more)))
@@ -132,9 +135,7 @@ def free(*nodes: BackendNode) -> None:
 
 
 @pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["small blocks", "large blocks"])
-def test_scattered_blocks_are_equal(
-    start: Callable[..., BackendNode], sizes: tuple[int, int, int]
-) -> None:
+def test_scattered_blocks_are_equal(start: Start, sizes: tuple[int, int, int]) -> None:
     source, reader = start(*sizes), start(*sizes)
     meet(reader, source)
     for seed, count in enumerate((1, 7, 20)):
@@ -144,7 +145,7 @@ def test_scattered_blocks_are_equal(
 
 
 def test_many_transfers_two_readers_and_both_directions_at_once(
-    start: Callable[..., BackendNode],
+    start: Start,
 ) -> None:
     one, two, here = (start(*SMALL) for _ in range(3))
     for reader, source in ((one, here), (two, here), (here, one)):
@@ -164,7 +165,7 @@ def test_many_transfers_two_readers_and_both_directions_at_once(
 
 
 def test_what_cannot_be_asked_is_refused_before_anything_starts(
-    start: Callable[..., BackendNode],
+    start: Start,
 ) -> None:
     source, reader = start(*SMALL), start(*SMALL)
     reader.backend.add_peer(source.welcome)
@@ -175,9 +176,7 @@ def test_what_cannot_be_asked_is_refused_before_anything_starts(
 
 
 @pytest.mark.parametrize("strange", [{"key": b"short"}, {"port": -1}])
-def test_a_strange_address_costs_its_peer_alone(
-    start: Callable[..., BackendNode], strange: dict[str, Any]
-) -> None:
+def test_a_strange_address_costs_its_peer_alone(start: Start, strange: dict[str, Any]) -> None:
     source, reader = start(*SMALL), start(*SMALL)
     address = msgspec.structs.replace(
         msgspec.msgpack.decode(source.metadata, type=Address), **strange
@@ -223,7 +222,7 @@ def answer(dealer: zmq.Socket[bytes], within_s: float = 5.0) -> PairMessage | No
     return decode(dealer.recv()) if dealer.poll(int(within_s * 1000)) else None
 
 
-def test_whoever_has_not_been_welcomed_gets_no_answer(start: Callable[..., BackendNode]) -> None:
+def test_whoever_has_not_been_welcomed_gets_no_answer(start: Start) -> None:
     address = msgspec.msgpack.decode(start(*SMALL).metadata, type=Address)
     another, _ = zmq.curve_keypair()
     with dialled(address, another) as stranger:
@@ -235,7 +234,7 @@ def test_whoever_has_not_been_welcomed_gets_no_answer(start: Callable[..., Backe
 
 
 def test_a_reader_that_asks_for_what_none_may_loses_its_pair_and_nobody_else_does(
-    start: Callable[..., BackendNode],
+    start: Start,
 ) -> None:
     source, reader = start(*SMALL), start(*SMALL)
     meet(reader, source)
@@ -267,7 +266,7 @@ def _parted(dealer: zmq.Socket[bytes], name: bytes) -> bool:
 
 
 def test_a_stopped_source_is_given_up_holds_up_nobody_and_changes_nothing_later(
-    start: Callable[..., BackendNode],
+    start: Start,
 ) -> None:
     stopped, other, reader = (start(*LONG) for _ in range(3))
     handle = long_read(reader, stopped)
@@ -285,7 +284,7 @@ def test_a_stopped_source_is_given_up_holds_up_nobody_and_changes_nothing_later(
 
 
 def test_source_that_is_stopped_before_it_meets_is_given_up(
-    start: Callable[..., BackendNode],
+    start: Start,
 ) -> None:
     source, reader = start(*SMALL), start(*SMALL, meet_s=0.5)
     meet(reader, source)
@@ -302,7 +301,7 @@ def test_source_that_is_stopped_before_it_meets_is_given_up(
 
 @pytest.mark.parametrize("phase", ["never met", "idle pair", "in the middle"])
 def test_lost_source_fails_the_read_at_once_and_its_successor_is_read(
-    start: Callable[..., BackendNode], phase: str
+    start: Start, phase: str
 ) -> None:
     reader, source = start(*LONG, meet_s=60.0, patience_s=60.0), BackendNode(*LONG)
     reader.nccl.patience_s = 60.0
@@ -326,7 +325,7 @@ def test_lost_source_fails_the_read_at_once_and_its_successor_is_read(
 @pytest.mark.parametrize("fault", ["close", "stop"])
 @pytest.mark.parametrize("phase", ["idle pair", "in the middle"])
 def test_lost_reader_costs_the_source_neither_memory_nor_its_other_readers(
-    start: Callable[..., BackendNode], phase: str, fault: str, monkeypatch: pytest.MonkeyPatch
+    start: Start, phase: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nccl_pairs, "IDLE_S", PATIENCE_S / 2)
     source, other, lost = start(*LONG), start(*LONG), BackendNode(*LONG)
@@ -355,7 +354,7 @@ def test_lost_reader_costs_the_source_neither_memory_nor_its_other_readers(
 
 
 def test_idle_pairs_are_closed_and_made_again(
-    start: Callable[..., BackendNode], monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nccl_pairs, "IDLE_S", 0.1)
     source, reader = start(*SMALL), start(*SMALL)
@@ -366,7 +365,7 @@ def test_idle_pairs_are_closed_and_made_again(
 
 
 def test_memory_cap_holds_over_all_pairs_and_idle_ones_make_room(
-    start: Callable[..., BackendNode],
+    start: Start,
 ) -> None:
     pair_bytes = nccl_pairs.STAGES * SMALL[2]
     source = start(*SMALL, memory_cap_bytes=2 * pair_bytes)
@@ -381,7 +380,7 @@ def test_memory_cap_holds_over_all_pairs_and_idle_ones_make_room(
             assert source.backend.budget.used_bytes <= 2 * pair_bytes
 
 
-def test_a_pair_that_finds_no_room_says_so(start: Callable[..., BackendNode]) -> None:
+def test_a_pair_that_finds_no_room_says_so(start: Start) -> None:
     source, reader = start(*SMALL), start(*SMALL, memory_cap_bytes=1000, meet_s=0.2)
     meet(reader, source)
     with pytest.raises(

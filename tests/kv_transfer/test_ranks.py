@@ -17,7 +17,7 @@ import zmq
 from engine_node import AT_ONCE_S, CONFIG, EngineNode
 from shared_backend import BLOCK_BYTES, BLOCKS, REGION, Missing, Refusing, SharedBackend, pattern
 
-from kvrelay.kv_transfer.connector import Fetched, FetchFailed, PoolRegion, Released
+from kvrelay.kv_transfer.connector import FetchFailed, PoolRegion, Released
 from kvrelay.kv_transfer.rank_backends import LedBackends, terms_of
 from kvrelay.kv_transfer.ranks import RankLink
 from kvrelay.kv_transfer.shares import Heads
@@ -130,8 +130,7 @@ def test_every_rank_gets_its_part_of_every_block_and_checks_it(make, size, sourc
     source, reader = make("source", source_size, True), make("reader", size, True)
     source.fill()
     reader.fetch("r", source.engine.offer("p", [3, 4, 9], 40), [4, 9], [1, 7])
-    (fetched,) = reader.wait(1)
-    assert isinstance(fetched, Fetched), fetched
+    fetched = reader.fetched()
     assert fetched.num_bytes == 2 * sum(map(len, halves(reader, 4)))
     assert reader.engine.stats().checked_blocks == 2
     assert [reader.read("a", block) for block in (1, 7)] == [
@@ -150,8 +149,7 @@ def test_what_one_rank_does_not_have_the_engine_does_not_have(make, mine, theirs
     source, reader = make("source", 2, **theirs), make("reader", 2, **mine)
     source.fill()
     reader.fetch("r", source.engine.offer("p", [3], 16), [3], [1])
-    (fetched,) = reader.wait(1)
-    assert isinstance(fetched, Fetched)
+    reader.fetched()
     assert reader.read("b", 1) == halves(reader, 3)
 
 

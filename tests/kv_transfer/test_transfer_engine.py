@@ -23,7 +23,6 @@ from engine_node import (
 from shared_backend import REGION, pattern
 
 from kvrelay.kv_transfer.connector import (
-    Fetched,
     Released,
     Settled,
 )
@@ -64,8 +63,7 @@ def test_scattered_blocks_arrive_and_the_source_is_free_again(
     # As it travels: through JSON and a proxy.
     params = msgspec.json.decode(msgspec.json.encode(params), type=Ticket)
     reader.fetch("mine", params, remote, local)
-    (fetched,) = reader.wait(1)
-    assert isinstance(fetched, Fetched)
+    fetched = reader.fetched()
     assert (fetched.request_id, fetched.num_bytes) == ("mine", 5 * REGION.block_bytes)
     assert [reader.backend.read(i) for i in local] == [pattern(i) for i in remote]
     assert source.wait(1) == [Released("r", expired=False)]
@@ -108,7 +106,7 @@ def test_source_that_closes_fails_waiting_fetches_and_is_met_anew(
         reader.fetch("old", second, [1], [1])
         assert "has restarted: the KV is of" in reason(reader.wait(2)[0])
         reader.fetch("new", source.engine.offer("new", [1], 16), [1], [1])
-        assert isinstance(reader.wait(1)[0], Fetched)
+        reader.fetched()
 
 
 def ticket_to(port: int) -> Ticket:
@@ -183,7 +181,7 @@ def test_nodes_of_two_releases_hand_over_in_both_directions(
     with node("other", tmp_path, fingerprint=other) as it:
         for name, (giving, taking) in {"a": (source, it), "b": (it, reader)}.items():
             taking.fetch(name, giving.engine.offer(name, [1], 16), [1], [1])
-            assert isinstance(taking.wait(1)[0], Fetched)
+            taking.fetched()
 
 
 def test_garbage_on_the_control_port_stops_nobody(source: SharedNode, reader: SharedNode) -> None:
@@ -200,7 +198,7 @@ def test_garbage_on_the_control_port_stops_nobody(source: SharedNode, reader: Sh
         dealer.send(b"x" * (2 << 20))  # over the limit: the connection is closed
         assert dealer.poll(200) == 0
     reader.fetch("r", source.engine.offer("r", [1], 16), [1], [1])
-    assert isinstance(reader.wait(1)[0], Fetched)
+    reader.fetched()
 
 
 def test_address_in_use_is_a_config_error(tmp_path: Path, source: SharedNode) -> None:

@@ -25,7 +25,7 @@ from engine_node import (
 from peer_process import PeerProcess, peer_process
 from shared_backend import BLOCK_BYTES, BLOCKS
 
-from kvrelay.kv_transfer.connector import Fetched, Released, Settled
+from kvrelay.kv_transfer.connector import Released, Settled
 from kvrelay.wire.config import TransferConfig
 
 LARGE = (64, 64 << 10)
@@ -131,7 +131,7 @@ def test_stopped_source_on_this_host_need_not_confirm(here: RealNode, child: Pee
     read_from(child, here)
     child.stop()
     here.backend.gate.set()
-    assert isinstance(here.wait(1)[0], Fetched)
+    here.fetched()
     child.go_on()
     assert child.events(1, within_s=AT_ONCE_S) == [Released("r", expired=False)]
 
@@ -172,7 +172,7 @@ def stop_mid_fetch(reader: RealNode, source: PeerProcess, name: str) -> None:
 def test_bytes_are_equal_and_settled_means_settled(kind: str) -> None:
     with two(kind, *LARGE) as (reader, source):
         reader.fetch("first", source.offer("first", EVERYTHING), EVERYTHING, EVERYTHING[::-1])
-        assert isinstance(reader.wait(1)[0], Fetched)
+        reader.fetched()
         content = torch.arange(LARGE[0], 0, -1, dtype=torch.uint8)
         assert torch.equal(reader.pool, content[:, None].expand(LARGE))
         assert source.events(1, within_s=AT_ONCE_S) == [Released("first", expired=False)]

@@ -57,6 +57,10 @@ def fetching(name: str, prompt: list[int], max_tokens: int = 5, early: bool = Fa
     return request(name, prompt, max_tokens, generated=generated, fetch=ticket(len(prompt)))
 
 
+def all_free(scheduler: Scheduler) -> bool:
+    return scheduler.pool.free == scheduler.pool.total
+
+
 def start_fetch(scheduler: Scheduler) -> Fetch:
     (fetch,) = scheduler.schedule(0.0).fetches
     check_scheduler(scheduler)

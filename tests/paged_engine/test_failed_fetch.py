@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 from invariants import check_scheduler
-from scheduling import BLOCK, EOS, drain, expected, fetching, make, start_fetch, step
+from scheduling import BLOCK, EOS, all_free, drain, expected, fetching, make, start_fetch, step
 
 from kvrelay.paged_engine.request import State
 from kvrelay.wire.outputs import Finish
@@ -36,7 +36,7 @@ def test_what_is_verified_is_kept_and_the_rest_is_computed(
     scheduler.kept.settle("r")
     drain(scheduler)
     assert req.token_ids == expected(list(range(40)), 5)
-    assert scheduler.pool.free == scheduler.pool.total
+    assert all_free(scheduler)
     assert scheduler.kept.quarantined == 0
 
 
@@ -89,4 +89,4 @@ def test_a_request_that_is_given_up_ends_with_an_error_and_its_blocks_stay_until
     assert scheduler.kept.quarantined == 3
     assert not scheduler.has_work
     scheduler.kept.settle("r")
-    assert scheduler.pool.free == scheduler.pool.total
+    assert all_free(scheduler)

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 from invariants import check_scheduler
-from scheduling import BLOCK, drain, expected, make, next_token, request, start_fetch, step, ticket
+from scheduling import (
+    BLOCK,
+    all_free,
+    drain,
+    expected,
+    make,
+    next_token,
+    request,
+    start_fetch,
+    step,
+    ticket,
+)
 
 from kvrelay.paged_engine.request import Request
 from kvrelay.paged_engine.scheduler import Scheduler
@@ -55,7 +66,7 @@ def test_what_came_is_cached_and_the_rest_is_computed_in_chunks(*, hold: bool) -
     assert req.finish is Finish.LENGTH
     assert (scheduler.kept.held("r") is not None) == hold
     scheduler.kept.release("r")
-    assert scheduler.pool.free == scheduler.pool.total
+    assert all_free(scheduler)
 
 
 def test_blocks_behind_what_is_cached_are_asked_for_and_read() -> None:
@@ -95,7 +106,7 @@ def test_a_ticket_that_no_longer_fits_is_given_back(*, gone: bool) -> None:
     assert (req.cached_tokens, req.pulled_tokens) == (known, 0)
     drain(scheduler)
     assert req.token_ids == expected(PROMPT, 5)
-    assert scheduler.pool.free == scheduler.pool.total
+    assert all_free(scheduler)
 
 
 @pytest.mark.parametrize("verified", [0, 1, 2])
@@ -120,4 +131,4 @@ def test_a_failed_read_keeps_what_is_verified_and_is_no_failure_of_the_request(
     drain(scheduler)
     scheduler.kept.release("r")
     assert req.token_ids == expected(PROMPT, 1)
-    assert scheduler.pool.free == scheduler.pool.total
+    assert all_free(scheduler)

@@ -9,6 +9,7 @@ from invariants import check_scheduler
 from scheduling import (
     BLOCK,
     EOS,
+    all_free,
     drain,
     expected,
     fetching,
@@ -70,7 +71,7 @@ def test_after_a_reset_nothing_from_before_is_found():
     assert again.cached_tokens == 96
     assert again.token_ids == after.token_ids
     scheduler.kept.release("ended")
-    assert scheduler.pool.free == scheduler.pool.total
+    assert all_free(scheduler)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_a_fetched_request_decodes_from_its_first_token(early):
     assert step(scheduler) == [("r", 40, 1)]
     drain(scheduler)
     assert req.token_ids == expected(prompt, 5)
-    assert scheduler.pool.free == scheduler.pool.total
+    assert all_free(scheduler)
 
 
 def test_a_request_that_holds_is_offered_once_with_all_blocks_of_its_prompt():
@@ -162,7 +163,7 @@ def test_forks_wait_for_the_prompt_and_share_its_blocks():
     drain(scheduler)
     for each in forks:
         assert each.token_ids == expected(prompt, 5)
-    assert scheduler.pool.free == scheduler.pool.total
+    assert all_free(scheduler)
 
 
 def test_others_pass_a_fork_that_waits():
