@@ -22,15 +22,11 @@ DTYPES = [pytest.param(torch.bfloat16, marks=gpu), torch.float16, torch.float32]
 QKV, UP = (48, 16, 16), (96, 96)
 
 
-def matrices(device, dtype, k, widths, rank, adapters=3, seed=0):
-    """A and B of some adapters, of which the second has half the rank."""
-    down = randn(
-        adapters, len(widths) * rank, k, seed=seed, dtype=dtype, device=device, scale=k**-0.5
-    )
-    up = randn(
-        adapters, sum(widths), rank, seed=seed + 1, dtype=dtype, device=device, scale=rank**-0.5
-    )
-    down.view(adapters, len(widths), rank, k)[1, :, rank // 2 :] = 0
+def matrices(device, dtype, k, widths, rank):
+    """A and B of three adapters, of which the second has half the rank."""
+    down = randn(3, len(widths) * rank, k, seed=0, dtype=dtype, device=device, scale=k**-0.5)
+    up = randn(3, sum(widths), rank, seed=1, dtype=dtype, device=device, scale=rank**-0.5)
+    down.view(3, len(widths), rank, k)[1, :, rank // 2 :] = 0
     up[1, :, rank // 2 :] = 0
     return down, up
 

@@ -25,12 +25,12 @@ QUIET = Console(quiet=True)
 
 
 def services(
-    cores: int = 0, gpus: str = "", name: str = "kvrelay", model: str = "", **cluster: Any
+    gpus: str = "", name: str = "kvrelay", model: str = "", **cluster: Any
 ) -> dict[str, Any]:
     config = ComposeConfig(
         build(ClusterConfig, {"model": model, **cluster}), (gpus,) if gpus else (), name
     )
-    found: dict[str, Any] = compose_of(config, cores)["services"]
+    found: dict[str, Any] = compose_of(config, 0)["services"]
     return found
 
 

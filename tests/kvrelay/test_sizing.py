@@ -68,7 +68,7 @@ def test_it_prints_the_best_split_why_and_how_to_start_it(
     card: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = plan_of_two(card, "1000:40", ttft_ms=4000, tpot_ms=400)
-    assert run([*asked, "--rate", "1"]) == 0
+    assert run([*asked, "--rate=1"]) == 0
     out = capsys.readouterr().out
     assert "1P1D" in out
     assert "2 colocated" in out
@@ -79,7 +79,7 @@ def test_it_prints_the_best_split_why_and_how_to_start_it(
     )
     assert "deployment/kvrelay-prefill --replicas=1" in out
     assert "--ttft-target-ms 4000 --tpot-target-ms 400" in out
-    assert run([*asked, "--rate", "40", "--json"]) == 1
+    assert run([*asked, "--rate=40", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["keeps_targets"] is False
     assert {each["split"] for each in told["splits"]} == {"1P1D", "2 colocated"}
@@ -91,7 +91,7 @@ def test_a_split_that_does_not_keep_the_targets_is_not_started(
 ) -> None:
     """One prefill node is too few for what two colocated servers serve."""
     asked = plan_of_two(card, "8000:2", ttft_ms=12000, tpot_ms=9000)
-    assert run([*asked, "--rate", "0.35"]) == 0
+    assert run([*asked, "--rate=0.35"]) == 0
     out = capsys.readouterr().out
     assert "Best: 2 colocated" in out
     assert "kvrelay compose" not in out
@@ -101,7 +101,7 @@ def test_times_are_left_out_where_nothing_was_answered(
     card: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = plan_of_two(card, "8000:2", ttft_ms=1, tpot_ms=1)
-    assert run([*asked, "--rate", "0.35", "--json"]) == 1
+    assert run([*asked, "--rate=0.35", "--json"]) == 1
     splits = json.loads(capsys.readouterr().out)["splits"]
     assert {each["simulated"]["ttft_p90"] for each in splits} == {None}
 
@@ -116,7 +116,7 @@ def test_a_trace_that_is_too_short_is_said_to_be(
     ]
     trace.write_text("\n".join(map(json.dumps, lines)))
     asked = plan_of_two(card, str(trace), ttft_ms=9000, tpot_ms=900)
-    assert run([*asked, "--rate", "1"]) == 0
+    assert run([*asked, "--rate=1"]) == 0
     said = capsys.readouterr().out
     assert "The trace has 30 requests, and at 1.0 requests/s a run needs 400" in said
 
@@ -148,9 +148,9 @@ def test_sessions_of_agents_are_planned_with_the_host_memory_that_pays(
 ) -> None:
     agents = "fleet,turns=2,system=500,prompt=60,output=10,gap_s=1,branch=0"
     asked = plan_of_two(card, agents, ttft_ms=4000, tpot_ms=400)
-    assert run([*asked, "--rate", "0.4"]) == 0
+    assert run([*asked, "--rate=0.4"]) == 0
     assert "1.0 sessions in time" in capsys.readouterr().out
-    assert run([*asked, "--rate", "2"]) == 0
+    assert run([*asked, "--rate=2"]) == 0
     out = capsys.readouterr().out
     assert "2 sessions: TTFT within 4000 ms" in out
     assert "2.0 sessions in time, 1.00 for each GPU" in out

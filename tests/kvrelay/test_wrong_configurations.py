@@ -143,8 +143,8 @@ def taken() -> Iterator[str]:
 def words_of(line: str, taken: str) -> list[str]:
     command, *words = line.replace("TAKEN", taken).split()
     if command in ("up", "prefill", "decode", "serve", "rank"):
-        words += [] if "--port" in words or command == "rank" else ["--port", "0"]
-        words += [] if "--model" in words else ["--model", "tiny", "--load-format", "dummy"]
+        words += [] if "--port" in words or command == "rank" else ["--port=0"]
+        words += [] if "--model" in words else ["--model=tiny", "--load-format=dummy"]
     return [command, *words]
 
 

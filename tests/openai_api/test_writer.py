@@ -35,8 +35,8 @@ def writer(
     return answer_writer(request, tokenizer, cached_tokens=4, so_far=choices, **more)
 
 
-def lps(ids: list[int], each: float = -0.5) -> list[TokenLogprobs]:
-    return [TokenLogprobs(token, each, (token, 65), (each, -1.25)) for token in ids]
+def lps(ids: list[int]) -> list[TokenLogprobs]:
+    return [TokenLogprobs(token, -0.5, (token, 65), (-0.5, -1.25)) for token in ids]
 
 
 def with_logprobs(kind: str) -> dict[str, Any]:

@@ -40,10 +40,8 @@ KEY = "the nodes' key"
 NOW = 1_700_000_000.0
 
 
-def beat(
-    sent_at: float = NOW, url: str = "http://p", generation: str = "g1", **fields: object
-) -> Heartbeat:
-    facts = Heartbeat(url, Role.PREFILL, "m", generation, Load(running=2), sent_at)
+def beat(sent_at: float = NOW, url: str = "http://p", **fields: object) -> Heartbeat:
+    facts = Heartbeat(url, Role.PREFILL, "m", "g1", Load(running=2), sent_at)
     return msgspec.structs.replace(facts, **fields)
 
 

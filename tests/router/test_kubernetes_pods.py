@@ -108,9 +108,9 @@ async def api(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[
 
 
 @asynccontextmanager
-async def following(namespace: str = "") -> AsyncIterator[Pool]:
+async def following() -> AsyncIterator[Pool]:
     pool = Pool([], [])
-    async with follow_pods(pool, "app=kvrelay", namespace, CollectorRegistry()):
+    async with follow_pods(pool, "app=kvrelay", "", CollectorRegistry()):
         yield pool
 
 

@@ -9,10 +9,10 @@ from aiohttp import web
 from router_doubles import cluster, decode, prefill
 
 
-def answering(asked: list[str], body: Any, status: int = 200) -> Any:
+def answering(asked: list[str], body: Any) -> Any:
     async def answer(request: web.Request) -> web.Response:
         asked.append(f"{request.path_qs} {request.headers.get('authorization')}")
-        return web.Response() if body is None else web.json_response(body, status=status)
+        return web.Response() if body is None else web.json_response(body)
 
     return answer
 
