@@ -217,10 +217,10 @@ async def test_a_backlog_that_breaks_the_target_is_refused_with_the_time_it_take
         p.load = Load()
         await until(lambda: c.node(p).state.is_idle)
         assert (await asked(c))[0] == 200
-        # 900 ms are too long for one that has waited, though its target is longer.
-        p.load, d.load = Load(waiting=1, waiting_tokens=22_500), replace(FULL, running=1)
-        await until(lambda: c.node(p).state.backlog_ms == 900 and not c.node(d).state.room)
-        waiting = asyncio.create_task(asked(c))
+        # 9.4 s are too long for one that has waited, though its target is longer.
+        p.load, d.load = Load(waiting=1, waiting_tokens=235_000), replace(FULL, running=1)
+        await until(lambda: c.node(p).state.backlog_ms == 9_400 and not c.node(d).state.room)
+        waiting = asyncio.create_task(asked(c, headers={"x-slo-ttft-ms": "10000"}))
         await until(lambda: bool(c.router.admission.waiting()))
         await asyncio.sleep(0.2)
         d.load = ROOM
