@@ -175,8 +175,9 @@ class NodeLoad:
         return 1 - self.prompt_share - self.token_rate * self.per_token_ms - 1 / TPOT_STEPS
 
     def has_seats(self, rows: int) -> bool:
-        """Return whether so many more rows would decode at once."""
-        return not self.max_num_seqs or self.rows + rows <= self.max_num_seqs
+        """Return whether so many more rows would decode at once, or half of all seats are free."""
+        seats = self.max_num_seqs
+        return not seats or self.rows + min(rows, (seats + 1) // 2) <= seats
 
     @property
     def is_idle(self) -> bool:

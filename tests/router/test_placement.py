@@ -403,6 +403,10 @@ def test_waiting_and_refusing_come_out_of_the_same_sum() -> None:
     busy.add(Share())  # which takes the last seat
     placing(replace(enough, tpot_limit_ms=math.inf), [node("p")], [busy])
     assert isinstance(place(replace(enough, tpot_limit_ms=1e3), [node("p")], [busy]), Wait)
+    # Half of the seats are enough for any: an empty node would keep all others waiting.
+    lax = replace(request, tpot_limit_ms=1e3, choices=128)
+    placing(lax, [node("p")], [node("d", running=50, max_num_seqs=100)])
+    assert isinstance(place(lax, [node("p")], [node("d", running=51, max_num_seqs=100)]), Wait)
     # Nobody waits for an idle node that could not keep it for sure.
     alone_ms = node("d").idle_ms(request.tokens)[1]
     never = place(replace(slow, tpot_limit_ms=alone_ms * 1.04), [node("p")], [node("d", **rows)])
