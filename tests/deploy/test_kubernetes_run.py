@@ -117,9 +117,10 @@ async def until(condition: Callable[[], Any], deadline_s: float = START_DEADLINE
 
 
 async def test_pods_get_ready_are_found_serve_and_are_drained(tmp_path: Path) -> None:
-    flags = dict(zip(*[iter(tiny_model(tmp_path))] * 2, strict=True))
+    words = [word for flag in tiny_model(tmp_path) for word in flag.split("=", 1)]
     engine = "".join(
-        f"{flag.removeprefix('--').replace('-', '_')}: {value}\n" for flag, value in flags.items()
+        f"{flag.removeprefix('--').replace('-', '_')}: {value}\n"
+        for flag, value in zip(words[::2], words[1::2], strict=True)
     )
     ours = {name: value for name, value in os.environ.items() if not name.startswith("KVRELAY_")}
     ours |= {"PYTHONPATH": str(ROOT), "ACCOUNT": str(tmp_path / "account")}
