@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvrelay.kv_transfer.connector import Completion, LeaseId, PoolRegion
+from kvrelay.kv_transfer.connector import Completion, LeaseId, PoolRegion, Tagged
 from kvrelay.kv_transfer.host_memory import HostFile
 from kvrelay.kv_transfer.shares import Heads
 from kvrelay.kv_transfer.sockets import Codec
@@ -37,16 +37,12 @@ __all__ = [
 MAX_MESSAGE_BYTES = 1 << 20
 
 
-class _Message(msgspec.Struct, frozen=True, tag=str.lower):
-    """A message, which the name of its class in lower case tells from others."""
-
-
-class HandshakeRequest(_Message, tag="hello", frozen=True):
+class HandshakeRequest(Tagged, tag="hello", frozen=True):
     """A reader's first message, repeated with each backend that it needs."""
 
     engine_id: str
     fingerprint: Fingerprint
-    opens: list[str] = []
+    opens: list[str] = msgspec.field(default_factory=list)
     """Backends to open, told by another reply."""
 
 
@@ -57,7 +53,7 @@ class RankCard(msgspec.Struct, frozen=True):
     """Open backends, with what a reader needs for each."""
 
 
-class HandshakeReply(_Message, tag="welcome", frozen=True):
+class HandshakeReply(Tagged, tag="welcome", frozen=True):
     """A source's answer to a handshake: fingerprints agree; here are the pools."""
 
     engine_id: str
@@ -67,26 +63,26 @@ class HandshakeReply(_Message, tag="welcome", frozen=True):
     lease_words: HostFile | None = None
     """Where a reader on this host finds leases."""
     checksums: bool = False
-    on_request: list[str] = []
+    on_request: list[str] = msgspec.field(default_factory=list)
     """Backends that another HandshakeRequest opens."""
     keeps_checksums: bool = False
     """Checksums are as old as the KV, so a reader must check all blocks."""
 
 
-class Refused(_Message, frozen=True):
+class Refused(Tagged, frozen=True):
     """A source's refusal, with its reason in one sentence."""
 
     reason: str
 
 
-class Renew(_Message, frozen=True):
+class Renew(Tagged, frozen=True):
     """A reader's heartbeat. `sent_at` is the reader's clock, echoed."""
 
     sent_at: float
     leases: list[LeaseId]
 
 
-class Renewed(_Message, frozen=True):
+class Renewed(Tagged, frozen=True):
     """A source's answer to Renew."""
 
     sent_at: float
@@ -94,41 +90,41 @@ class Renewed(_Message, frozen=True):
     lost: list[LeaseId]
 
 
-class End(_Message, frozen=True):
+class End(Tagged, frozen=True):
     """A reader's farewell to a lease; tokens other than 0 are waited for."""
 
     lease: LeaseId
     token: int
 
 
-class Ended(_Message, frozen=True):
+class Ended(Tagged, frozen=True):
     """A source's answer to End: whether the lease was held until then."""
 
     token: int
     held: bool
 
 
-class Follow(_Message, frozen=True):
+class Follow(Tagged, frozen=True):
     """A reader's request to hear how far a lease's KV is, now and as it grows.
 
     With `checksums` it asks for those of these blocks instead.
     """
 
     lease: LeaseId
-    checksums: list[int] = []
+    checksums: list[int] = msgspec.field(default_factory=list)
 
 
-class ChunkProgress(_Message, tag="grown", frozen=True):
+class ChunkProgress(Tagged, tag="grown", frozen=True):
     """A source's news: the first `ready` blocks can be read; with a completion all."""
 
     lease: LeaseId
     ready: int
     completion: Completion | None
-    checksums: dict[int, bytes] = {}
+    checksums: dict[int, bytes] = msgspec.field(default_factory=dict)
     """Checksums by block: 8 bytes for each KV head of each rank."""
 
 
-class LeaseCached(_Message, tag="lease", frozen=True):
+class LeaseCached(Tagged, tag="lease", frozen=True):
     """A reader's wish for a lease on the longest cached prefix of `hashes`; since version 2."""
 
     token: int
@@ -140,7 +136,7 @@ class LeaseCached(_Message, tag="lease", frozen=True):
     """16 bytes for each block; each names all before it, too."""
 
 
-class Leased(_Message, frozen=True):
+class Leased(Tagged, frozen=True):
     """A source's answer to LeaseCached: a ticket that begins with block `first`, or none."""
 
     token: int
@@ -149,7 +145,7 @@ class Leased(_Message, frozen=True):
     """Why it was not looked up."""
 
 
-class Doubt(_Message, frozen=True):
+class Doubt(Tagged, frozen=True):
     """A reader's news for a source that keeps checksums: blocks that are not what they should be."""
 
     blocks: list[int]
