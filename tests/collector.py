@@ -1,4 +1,4 @@
-"""What requests leave for the garbage collector.
+"""A look at what requests leave for the garbage collector.
 
 Owns its switch while it looks; refuses to know whose requests they are.
 """

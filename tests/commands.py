@@ -14,7 +14,7 @@ _DEADLINE_S = 600.0
 
 
 def output_of(*command: object, **more: Any) -> str:
-    """What a command prints, which must end with 0; `more` is for subprocess.run."""
+    """Return what a command prints, which must end with 0; `more` is for subprocess.run."""
     words = [str(word) for word in command]
     done = subprocess.run(words, capture_output=True, text=True, timeout=_DEADLINE_S, **more)
     assert done.returncode == 0, done.stdout[-60_000:] + done.stderr

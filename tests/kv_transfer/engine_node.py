@@ -37,7 +37,7 @@ HURRIED = replace(CONFIG, transfer_deadline_s=2.0)
 # Heartbeats that never come within a test.
 SLOW = TransferConfig(lease_s=60.0, heartbeat_s=20.0, transfer_deadline_s=60.0)
 AT_ONCE_S = 20.0
-"""By then all that happens at once has happened, and no lease has run out."""
+"""All that happens at once has happened within it, and no lease has run out."""
 
 
 class EngineNode:

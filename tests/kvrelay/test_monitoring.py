@@ -124,8 +124,8 @@ WRONG_AND_RIGHT: dict[str, dict[str, tuple[str, str]]] = {
         f"process_max_fds{{{NODE}}}": ("1000x99", "1000x99"),
     },
 }
-"""By alert: series of 25 minutes, a sample each 15 s, with values at whose end it fires, and others
-at whose end it does not.
+"""Series of 25 minutes by alert, a sample each 15 s, with values at whose end it fires, and others at
+whose end it does not.
 """
 
 

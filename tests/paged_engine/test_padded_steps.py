@@ -78,7 +78,7 @@ class Device:
 
 
 def test_padding_may_be_longer_than_any_request(device) -> None:
-    """Its positions have angles, and its slot's table has room for its blocks."""
+    """Rows of padding have positions with angles, and their slot's table has room for their blocks."""
     longest, shapes = 48, step_shapes(max_num_seqs=256, max_prompt_rows=48)
     model: Any = SimpleNamespace(num_heads=4, num_kv_heads=2)
     uploads = StepUploads(

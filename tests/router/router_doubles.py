@@ -81,7 +81,7 @@ WHOLE = msgspec.json.encode(
 STREAMED = (event("a") + event("b") + event("c") + event("", "stop") + DONE).decode()
 """The whole answer of `prefill_ok` and `decode_ok` to a client that streams."""
 ANSWERS = {True: STREAMED, False: WHOLE.decode()}
-"""By whether it does."""
+"""Whole answers, by whether the client streams."""
 
 
 @dataclass
