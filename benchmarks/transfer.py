@@ -69,7 +69,7 @@ class End:
         self,
         name: str,
         device: str,
-        kind: str,
+        kind: Any,
         pool_bytes: int,
         block_bytes: int,
         checksums: float,
@@ -96,7 +96,8 @@ class End:
             kv_heads=8, head_dim=128, layers=32, window=0, tp_size=1,
         )  # fmt: skip
         region = PoolRegion(self._pool.data_ptr(), self.num_blocks, block_bytes, device)
-        config = msgspec.convert({"kv_connector": kind, "kv_checksums": checksums}, TransferConfig)
+        # A machine's first launch of a kernel may hold up heartbeats for several seconds.
+        config = TransferConfig(kv_connector=kind, kv_checksums=checksums, lease_s=START_S)
         self.connector: TransferEngine = TransferEngine(
             name,
             fingerprint,
