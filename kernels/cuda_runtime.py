@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 
 import torch
 
@@ -16,6 +17,7 @@ __all__ = [
     "allocate",
     "close_handle",
     "copy",
+    "copy_all",
     "free",
     "handle_of",
     "open_handle",
@@ -27,6 +29,8 @@ HANDLE_BYTES = 64  # of a cudaIpcMemHandle_t
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 _PORTABLE, _READ_ONLY = 1, 8  # cudaHostRegister: for all contexts; of a mapping without writes
 _ANY_DIRECTION = 4  # cudaMemcpyDefault: both addresses say themselves where they lie
+_IN_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
+_COPIES_ALL = 12_080  # the first CUDA, of torch and of the driver, with cudaMemcpyBatchAsync
 
 
 class CudaError(RuntimeError):
@@ -35,6 +39,17 @@ class CudaError(RuntimeError):
 
 class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
+
+
+class _Attributes(ctypes.Structure):
+    """A cudaMemcpyAttributes. The hints are for managed memory."""
+
+    _fields_ = (
+        ("source_order", ctypes.c_int),
+        ("source_hint", ctypes.c_int * 2),
+        ("target_hint", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    )
 
 
 def allocate(num_bytes: int) -> int:
@@ -82,6 +97,47 @@ def copy(target: int, source: int, num_bytes: int, stream: int) -> None:
         ctypes.c_int(_ANY_DIRECTION),
         ctypes.c_void_p(stream),
     )
+
+
+def copy_all(copies: Sequence[tuple[int, int, int]], stream: int) -> None:
+    """Start copies (target, source, bytes), in any order among them, on a raw stream.
+
+    One call for all leaves no pauses between them, and takes a tenth of the host's time.
+    """
+    if not _can_copy_all():
+        for each in copies:
+            copy(*each, stream)
+        return
+    many, (targets, sources, sizes) = len(copies), zip(*copies, strict=True)
+    addresses, numbers = ctypes.c_void_p * many, ctypes.c_size_t * many
+    # Before CUDA 13 there is a place for the number of the copy that failed.
+    failed = () if _version("cudaRuntimeGetVersion") >= 13_000 else (ctypes.byref(numbers()),)
+    _call(
+        "cudaMemcpyBatchAsync",
+        addresses(*targets),
+        addresses(*sources),
+        numbers(*sizes),
+        ctypes.c_size_t(many),
+        ctypes.byref(_Attributes(_IN_STREAM_ORDER)),
+        ctypes.byref(ctypes.c_size_t(0)),  # these are the attributes from the first copy on
+        ctypes.c_size_t(1),
+        *failed,
+        ctypes.c_void_p(stream),
+    )
+
+
+@functools.cache
+def _can_copy_all() -> bool:
+    return all(
+        _version(of) >= _COPIES_ALL for of in ("cudaRuntimeGetVersion", "cudaDriverGetVersion")
+    )
+
+
+@functools.cache
+def _version(of: str) -> int:
+    version = ctypes.c_int()
+    _call(of, ctypes.byref(version))
+    return version.value
 
 
 def pin(address: int, num_bytes: int, *, read_only: bool) -> None:

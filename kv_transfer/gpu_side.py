@@ -24,7 +24,7 @@ import torch
 
 from kvrelay.kernels import cuda_runtime
 from kvrelay.kernels.pool_memory import NONCE_BYTES, PoolMemory, nonce_offset
-from kvrelay.kv_transfer.backend import Source, runs
+from kvrelay.kv_transfer.backend import Source
 from kvrelay.kv_transfer.connector import BlockIds, PoolRegion
 from kvrelay.kv_transfer.host_memory import HostFile, mapped
 from kvrelay.wire.errors import ConfigError, TransferError
@@ -90,10 +90,11 @@ class _Pool:
 @dataclass(slots=True)
 class _Read:
     pool: _Pool
-    copies: deque[tuple[int, int, int]]
+    copies: list[tuple[int, int, int]]
     """Where to, from where and how much, of the blocks that are left."""
+    at_a_time: int
     slices: deque[Any] = field(default_factory=deque)
-    """Events of unended copies."""
+    """Events of batches that have not ended."""
 
 
 class GpuSide:
@@ -211,21 +212,16 @@ class GpuSide:
     ) -> _Read:
         part, ours, theirs = source.part, self._region, source.region
         target, origin = ours.address + part.local_start, pool.address + part.remote_start
-        most = 1  # no copy may reach from one piece of pinned memory into the next
-        of_gpus = pool.mapping is None and ours.gpu is not None
-        if of_gpus and part.num_bytes == ours.block_bytes == theirs.block_bytes:
-            # A copy of 8 MiB takes 22 us, and 6 pass until the next one.
-            most = max(1, pool.slice_bytes // part.num_bytes)
-        copies = deque(
+        # Blocks that lie together stay copies of their own: pinned memory has pieces, too.
+        copies = [
             (
-                target + (local + at) * ours.block_bytes,
-                origin + (remote + at) * theirs.block_bytes,
-                min(most, count - at) * part.num_bytes,
+                target + local * ours.block_bytes,
+                origin + remote * theirs.block_bytes,
+                part.num_bytes,
             )
-            for remote, local, count in runs(remote_blocks, local_blocks)
-            for at in range(0, count, most)
-        )
-        read = _Read(pool, copies)
+            for remote, local in zip(remote_blocks, local_blocks, strict=True)
+        ]
+        read = _Read(pool, copies, max(1, pool.slice_bytes // part.num_bytes))
         self._reads += 1
         self._launch(read)
         return read
@@ -250,12 +246,10 @@ class GpuSide:
 
     def _launch(self, read: _Read) -> None:
         stream = read.pool.stream
+        torch.cuda.set_device(stream.device)
         while read.copies and len(read.slices) < SLICES_AHEAD:
-            left = read.pool.slice_bytes
-            while read.copies and left > 0:
-                target, origin, num_bytes = read.copies.popleft()
-                cuda_runtime.copy(target, origin, num_bytes, stream.cuda_stream)
-                left -= num_bytes
+            cuda_runtime.copy_all(read.copies[: read.at_a_time], stream.cuda_stream)
+            del read.copies[: read.at_a_time]
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
             read.slices.append(event)

@@ -1,7 +1,8 @@
-"""Calls of the CUDA runtime that fail."""
+"""Calls of the CUDA runtime: those that fail, and copies."""
 
 from __future__ import annotations
 
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -17,3 +18,33 @@ def test_a_failed_call_leaves_no_error_for_torch_to_find(monkeypatch: pytest.Mon
     with pytest.raises(cuda_runtime.CudaError, match=r"cudaHostUnregister: not .* error 713"):
         cuda_runtime.unpin(4096)
     library.cudaGetLastError.assert_called_once_with()
+
+
+@pytest.mark.parametrize(("version", "arguments"), [(13_000, 8), (12_080, 9), (12_060, 0)])
+def test_copies_are_one_call_where_cuda_has_it(
+    monkeypatch: pytest.MonkeyPatch, version: int, arguments: int
+) -> None:
+    def tell(into: Any) -> int:
+        into._obj.value = version
+        return 0
+
+    library, copies = Mock(), [(1 << 40, 2 << 40, 8), (3 << 40, 4 << 40, 16)]
+    library.cudaRuntimeGetVersion = library.cudaDriverGetVersion = tell
+    library.cudaMemcpyBatchAsync.return_value = library.cudaMemcpyAsync.return_value = 0
+    monkeypatch.setattr(cuda_runtime, "_library", lambda: library)
+    for cached in (cuda_runtime._can_copy_all, cuda_runtime._version):
+        monkeypatch.setattr(cuda_runtime, cached.__name__, cached.__wrapped__)
+    cuda_runtime.copy_all(copies, 7)
+    if not arguments:
+        singly = [
+            tuple(each.value for each in call.args[:3])
+            for call in library.cudaMemcpyAsync.call_args_list
+        ]
+        assert singly == copies
+        return
+    (call,) = library.cudaMemcpyBatchAsync.call_args_list
+    assert len(call.args) == arguments
+    assert list(zip(*map(list, call.args[:3]), strict=True)) == copies
+    assert call.args[3].value == 2
+    assert call.args[-1].value == 7
+    library.cudaMemcpyAsync.assert_not_called()

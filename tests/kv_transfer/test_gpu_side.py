@@ -30,10 +30,10 @@ class Cuda:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pinned: dict[int, tuple[int, bool]] = {}
-        self.room, self.over, self.copies, self.streams = 99, False, 0, list[int]()
-        stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
+        self.room, self.over, self.batches, self.streams = 99, False, list[int](), list[int]()
+        stream = SimpleNamespace(cuda_stream=0, device=0, synchronize=lambda: None)
         event = SimpleNamespace(record=lambda _: None, query=lambda: self.over)
-        for name in ("pin", "unpin", "copy"):
+        for name in ("pin", "unpin", "copy", "copy_all"):
             monkeypatch.setattr(cuda_runtime, name, getattr(self, name))
         for name, it in {"Event": event, "set_device": None}.items():
             monkeypatch.setattr(torch.cuda, name, lambda *_, it=it, **__: it)
@@ -59,8 +59,12 @@ class Cuda:
         del self.pinned[address]
 
     def copy(self, target: int, source: int, num_bytes: int, _: int) -> None:
-        self.copies += 1
         ctypes.memmove(target, source, num_bytes)
+
+    def copy_all(self, copies: list[tuple[int, int, int]], stream: int) -> None:
+        self.batches.append(len(copies))
+        for each in copies:
+            self.copy(*each, stream)
 
 
 class Pool:
@@ -95,7 +99,7 @@ def test_a_gpu_reads_a_share_of_a_peers_host_memory(cuda: Cuda, here: Pool) -> N
     pool = side.map(source, there.metadata.place)
     assert side.nonce(pool, PIECE * 3) == there.metadata.nonce
     read = side.start(source, pool, [4, 1, 2], [0, 3, 1])
-    assert cuda.copies == 2
+    assert cuda.batches == [1, 1]
     side.progress()  # nothing is pinned meanwhile
     assert list(cuda.pinned.values()) == [(PIECE, True)]
     assert not side.poll(read)
@@ -155,11 +159,10 @@ def test_a_gpu_reads_those_that_it_reaches_or_that_are_hidden_by_the_streams_of_
         assert side.nonce(pool, PIECE * 3) == there.metadata.nonce
         assert side.poll(side.start(there.source(), pool, [2, 3], [4, 1]))
         assert torch.equal(here.blocks[[4, 1]], there.blocks[[2, 3]])
-        # Neighbours are one copy, up to a slice.
-        cuda.copies = 0
+        cuda.batches.clear()
         assert side.poll(side.start(there.source(), pool, [1, 2, 3, 0], [0, 1, 2, 4]))
         assert torch.equal(here.blocks[[0, 1, 2, 4]], there.blocks[[1, 2, 3, 0]])
-        assert cuda.copies == 3
+        assert cuda.batches == [2, 2]
         side.unmap(pool)
     assert closed == [there.region.address] * 2
     assert cuda.streams == [0]
