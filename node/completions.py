@@ -159,8 +159,7 @@ async def _run(node: Node, request: NodeRequest, call: Call) -> Frames:
     closed.
     """
     limit_s = node.config.request_deadline_s
-    deadline = asyncio.get_running_loop().time() + limit_s
-    updates = node.engine.start_requests(request.submits)
+    updates = node.engine.start_requests(request.submits, limit_s)
     if request.unneeded is not None:
         node.engine.give_up(request.unneeded)
     record = RequestRecord(request, call, node.role, node.metrics, node.tracing)
@@ -171,9 +170,7 @@ async def _run(node: Node, request: NodeRequest, call: Call) -> Frames:
         for opening in request.opening_frames(node.engine.load):
             yield opening
         while request.finish is None:
-            # Only around the wait: across a yield another task may resume.
-            async with asyncio.timeout_at(deadline):
-                update, load = await updates.next()
+            update, load = await updates.next()
             record.update(update)
             for frame in request.frames(update, load):
                 yield frame

@@ -47,13 +47,14 @@ class Updates:
     _queue: asyncio.Queue[RequestUpdate | None]
     _live: set[str]
     """Ids of requests that have not ended."""
+    _overdue: asyncio.TimerHandle
 
     async def next(self) -> tuple[RequestUpdate, Load]:
-        """Return the next update of any request. Raises EngineDead."""
+        """Return the next update of any request. Raises EngineDead, TimeoutError."""
         while True:
             update = await self._queue.get()
             if update is None:
-                raise self._engine.dead()
+                raise self._engine.dead() if self._engine.ended.is_set() else TimeoutError
             if update.request_id not in self._live:
                 continue  # it was aborted meanwhile
             if update.finish is not None:
@@ -67,6 +68,7 @@ class Updates:
             self._engine.abort(request_id)
 
     def close(self) -> None:
+        self._overdue.cancel()
         for request_id in list(self._live):
             self.abort(request_id)
 
@@ -125,7 +127,7 @@ class EngineClient:
             raise self.dead()
         return self.info
 
-    def start_requests(self, submits: Sequence[Submit]) -> Updates:
+    def start_requests(self, submits: Sequence[Submit], deadline_s: float) -> Updates:
         """Run requests of one prompt. Raises EngineDead, Overloaded."""
         if self.ended.is_set():
             raise self.dead()
@@ -136,7 +138,9 @@ class EngineClient:
             self._submit(submit)
         if spilled_ms:
             self._spilled.append((self.submitted, spilled_ms))
-        return Updates(self, queue, {submit.request_id for submit in submits})
+        # One timer for all updates; one for each would be a tenth of what a token costs here.
+        overdue = asyncio.get_running_loop().call_later(deadline_s, queue.put_nowait, None)
+        return Updates(self, queue, {submit.request_id for submit in submits}, overdue)
 
     def abort(self, request_id: str) -> None:
         self.forget(request_id)

@@ -247,8 +247,9 @@ class NodeMetrics:
 
     def _begin(self, role: Role) -> None:
         self._labels = self._model_name, str(role)
-        for histogram in self._histograms.values():
-            histogram.labels(*self._labels)
+        self._of_role = {
+            name: histogram.labels(*self._labels) for name, histogram in self._histograms.items()
+        }
         for name, (_, _, values) in _COUNTERS.items():
             for value in values:
                 self._counters[name].labels(*self._labels, value)
@@ -264,7 +265,7 @@ class NodeMetrics:
             gauge.clear()
 
     def observe(self, name: str, value: float) -> None:
-        self._histograms[name].labels(*self._labels).observe(value)
+        self._of_role[name].observe(value)
 
     def count(self, name: str, *labels: str, more: float = 1) -> None:
         self._counters[name].labels(*self._labels, *labels).inc(more)
