@@ -164,6 +164,7 @@ def _card(config: NodeConfig, engine: Engine, times: Times) -> RateCard:
         kv_token_bytes=token_bytes,
         tensor_parallel_size=config.engine.tensor_parallel_size,
         ahead=engine.runs_ahead,
+        shapes=engine.shapes,
     )
 
 

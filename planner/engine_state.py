@@ -29,7 +29,7 @@ class EngineState:
         self._pace = Pace()
         """The pace that the node learns from its steps."""
         self._budget = StepBudget(
-            card.step_tokens, block_size, card.costs, card.max_gap_ms, pace=1.0
+            card.step_tokens, block_size, card.costs, card.max_gap_ms, card.shapes, pace=1.0
         )
         self._computed = 0, 0.0
         """Prompt tokens of the running step, and each times those before it."""

@@ -8,7 +8,7 @@ steps are launched ahead, the longer of the device's and the launch's time count
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -76,6 +76,8 @@ class RateCard(msgspec.Struct, frozen=True, dict=True):
     version: int = _VERSION
     kv_token_bytes: int = 0
     """KV of a token; 0: not told."""
+    shapes: tuple[int, ...] = ()
+    """Ascending numbers of rows to which steps with prompts are padded."""
 
     @cached_property
     def costs(self) -> StepCosts:
@@ -99,8 +101,13 @@ class RateCard(msgspec.Struct, frozen=True, dict=True):
 
     def chunk_ms(self, pieces: Pieces, launched_ms: float = 0.0) -> float:
         """Return the time of a step of chunks, launched `launched_ms` ago."""
-        ms = self._chunk_ms(pieces)
+        ms = self._chunk_ms(pieces) + self._padding_ms(0, pieces)
         return max(ms, self.launch_ms(0, pieces) - launched_ms) if self._launches else ms
+
+    def _padding_ms(self, running: float, pieces: Pieces) -> float:
+        rows = running + sum([count for count, _ in pieces])
+        at = bisect_left(self.shapes, rows)
+        return self.costs.prompt_token * (self.shapes[at] - rows) if at < len(self.shapes) else 0.0
 
     def _chunk_ms(self, pieces: Pieces) -> float:
         if len(pieces) == 1:
@@ -133,7 +140,7 @@ class RateCard(msgspec.Struct, frozen=True, dict=True):
 
     def _parts_ms(self, running: float, context: float, pieces: Pieces) -> float:
         beside_ms = max(0.0, self._chunk_ms(pieces) - self._weights_ms)
-        return self.step_ms(running, context) + beside_ms
+        return self.step_ms(running, context) + beside_ms + self._padding_ms(running, pieces)
 
     def prompt_ms(self, tokens: int, cached: int = 0) -> float:
         """Return the time of a prompt alone, of which some is cached."""

@@ -75,3 +75,15 @@ def test_what_is_none_is_refused_with_the_remedy(
     with pytest.raises(ConfigError, match=says) as error:
         read_card(path)
     assert "profile" in str(error.value)
+
+
+def test_a_step_with_prompts_is_padded_to_the_next_shape() -> None:
+    plain, it = card(), card(shapes=(100, 600, 1_000))
+    each = it.costs.prompt_token
+    assert it.chunk_ms([(550, 0)]) == pytest.approx(55.0 + 50 * each)
+    assert it.chunk_ms([(400, 0), (200, 0)]) == plain.chunk_ms([(400, 0), (200, 0)])
+    assert it.mixed_ms(8, 80, [(550, 0)]) == pytest.approx(
+        plain.mixed_ms(8, 80, [(550, 0)]) + 42 * each
+    )
+    assert it.chunk_ms([(1_100, 0)]) == plain.chunk_ms([(1_100, 0)])
+    assert it.step_ms(8, 80) == plain.step_ms(8, 80)
