@@ -100,7 +100,7 @@ def check_start(config: NodeConfig | RanksConfig | ClusterConfig) -> None:
 
     node = _node_of(config)
     engine = node.engine
-    cores = os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     if engine.threads > _CORE_THREADS * cores:
         raise ConfigError(
             f"threads must be at most {_CORE_THREADS * cores} on {cores} cores, got "

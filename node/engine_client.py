@@ -108,7 +108,7 @@ class EngineClient:
             # kept: mapping them anew in every layer costs another 2 %.
             "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=1073741824"
             ":glibc.malloc.mmap_threshold=33554432",
-            "OMP_NUM_THREADS": str(self._config.engine.threads_on(os.cpu_count() or 1)),
+            "OMP_NUM_THREADS": str(self._config.engine.threads_on(len(os.sched_getaffinity(0)))),
             # Threads that fill masks recurse as compilers do.
             "RUST_MIN_STACK": str(16 << 20),
         }

@@ -105,7 +105,7 @@ def run_ranks(config: RanksConfig) -> int:
 
 
 def _start(place: _Place) -> subprocess.Popen[bytes]:
-    threads = place.engine.threads_on(os.cpu_count() or 1)
+    threads = place.engine.threads_on(len(os.sched_getaffinity(0)))
     child = subprocess.Popen(
         python_command("kvrelay.node.ranks", "-u"),
         stdin=subprocess.PIPE,

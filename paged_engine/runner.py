@@ -100,7 +100,7 @@ class CpuRunner:
         weights: Iterable[tuple[str, torch.Tensor]],
         ranks: Ranks,
     ) -> None:
-        torch.set_num_threads(config.threads_on(os.cpu_count() or 1))
+        torch.set_num_threads(config.threads_on(len(os.sched_getaffinity(0))))
         device = torch.device("cpu")
         dtype: torch.dtype = getattr(torch, compute_dtype(config, model, device.type))
         num_blocks, self.max_model_len = fit_pool(

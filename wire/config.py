@@ -168,7 +168,7 @@ class EngineConfig:
     for example {"method": "ngram", "num_speculative_tokens": 4}.
     """
     threads: Annotated[int, Meta(ge=0, description="0 takes all cores")] = 0
-    """CPU threads of the engine, at most 16 per core; 0 takes all cores of this machine."""
+    """CPU threads of the engine, at most 16 per core; 0 takes all cores it may use."""
     enable_lora: bool = False
     """Serve LoRA adapters: those of lora_modules, and others with allow_runtime_lora."""
     lora_modules: tuple[str, ...] = ()

@@ -35,8 +35,8 @@ BIG = "benchmarks/models/llama-3.1-8b.json"  # 15 GiB of weights in 16 bits, 30 
         ("serve", {"tensor_parallel_size": 8}, 32, "8.00 GiB of KV pool)"),
         ("rank", {"kv_cache_memory_bytes": 20 * GIB}, 64, ""),
         ("rank", {"kv_cache_memory_bytes": 60 * GIB}, 64, "60.00 GiB of KV"),
-        ("serve", {"threads": 32}, 31, ""),
-        ("rank", {"threads": 33}, 64, "threads must be at most 32 on 2 cores, got 33; 0 takes all"),
+        ("serve", {"threads": 48}, 31, ""),
+        ("rank", {"threads": 49}, 64, "threads must be at most 48 on 3 cores, got 49; 0 takes all"),
     ],
 )
 def test_what_a_machine_cannot_hold_is_refused_with_the_figures(
@@ -48,7 +48,7 @@ def test_what_a_machine_cannot_hold_is_refused_with_the_figures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(preflight, "memory_here", lambda: (64 * GIB, free * GIB))
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2, 9})
     settings = {"device": "cpu"} | settings
     engine = EngineConfig(str(repository / BIG), load_format="dummy", **settings)
     config: Any = ClusterConfig(NodeConfig(engine)) if command == "up" else NodeConfig(engine)
