@@ -166,7 +166,12 @@ class Placer:
     def find_after(self, waited_ms: float, wanted: PlacementQuery) -> Placement | Wait | Refuse:
         """Choose nodes for a request that has waited. Raises as `find`."""
         limit_ms = wanted.ttft_limit_ms
-        found = self.find(replace(wanted, ttft_limit_ms=TARGET_USED * limit_ms - waited_ms))
+        wanted = replace(wanted, ttft_limit_ms=TARGET_USED * limit_ms - waited_ms)
+        found = self.find(wanted)
+        if isinstance(found, Wait) and limit_ms < math.inf:
+            # Whoever would be late though all nodes had room does not wait for room.
+            roomy = self.find(replace(wanted, tpot_limit_ms=math.inf, ignores_room=True))
+            found = roomy if isinstance(roomy, Refuse) else found
         if not isinstance(found, Refuse) or found.what != "ttft":
             return found
         never = found.never and found.expected_ms > TARGET_USED * limit_ms

@@ -34,6 +34,7 @@ from kvrelay.wire.transfer import KvFacts
 P, D = Role.PREFILL, Role.DECODE
 COSTS = StepCosts(4.0, 0.01, 2e-5, 0.0, 0.02, 0.0)
 ROOMY = Load(free_blocks=1_000, total_blocks=1_000, block_size=16, legs=1, spill_ms=250.0)
+FULL = msgspec.structs.replace(ROOMY, running=4, free_blocks=0)
 BUSY = msgspec.structs.replace(ROOMY, running=4, backlog_ms=900.0)
 OTHER_KV = msgspec.structs.replace(
     KV, fingerprint=msgspec.structs.replace(KV.fingerprint, kv_dtype="bfloat16")
@@ -134,11 +135,14 @@ def test_a_told_target_is_a_limit_where_nodes_have_said_what_they_cost() -> None
     barely = replace(wanted, ttft_limit_ms=alone_ms + 0.1)
     assert rig.placer.find_after(0.0, barely) == replace(refused, limit_ms=alone_ms + 0.1)
     wanted = replace(wanted, ttft_limit_ms=1_000.0)
-    assert isinstance(rig.placer.find_after(900.0, wanted), Placement)
-    refused = rig.placer.find_after(945.0, wanted)
-    assert isinstance(refused, Refuse)
-    assert (refused.never, refused.limit_ms) == (False, 1_000), "it has waited too long"
-    assert refused.expected_ms > 1_000
+    for load, in_time in ((ROOMY, Placement), (FULL, Wait)):
+        for name in ("d0", "d1"):
+            rig.says(name, load)
+        assert isinstance(rig.placer.find_after(900.0, wanted), in_time)
+        refused = rig.placer.find_after(945.0, wanted)
+        assert isinstance(refused, Refuse)
+        assert (refused.never, refused.limit_ms) == (False, 1_000), "it has waited too long"
+        assert refused.expected_ms > 1_000
     unknown = Placer(RouterConfig(), Pool([], []), random.Random(1))
     assert unknown.limited(wanted, late.targets) is wanted
 
@@ -172,7 +176,7 @@ def test_nodes_that_cannot_hand_over_are_no_pair() -> None:
     rig.says("d0", kv=OTHER_KV)
     rig.says("p1", BUSY)
     assert rig.found(job(), spills=False) == ("p0", "d0")
-    rig.says("d0", msgspec.structs.replace(ROOMY, free_blocks=0, running=1), kv=OTHER_KV)
+    rig.says("d0", FULL, kv=OTHER_KV)
     assert rig.found(job(), spills=False) == ("p1", "d1")
     rig.says("d1", kv=OTHER_KV)
     rig.says("p0")  # nobody takes the KV of either
@@ -246,7 +250,7 @@ def test_kv_that_lies_on_a_prefill_node_wants_a_decode_node_alone() -> None:
     assert (way.prefill, way.decode, way.spills) == (peer.url, "http://d1", False)
     assert (placed.prefill, placed.decode.share.prompt_ms, peer.state.is_idle) == (None, 0, True)
     for name in ("d0", "d1"):
-        rig.says(name, msgspec.structs.replace(ROOMY, free_blocks=0, running=1))
+        rig.says(name, FULL)
     assert isinstance(rig.placer.find(wanted), Wait)
     assert isinstance(rig.placer.find(replace(wanted, ignores_room=True)), Placement)
     for name in ("d0", "d1"):
@@ -264,13 +268,13 @@ def test_kv_on_a_prefill_node_that_was_removed_is_fetched_all_the_same() -> None
 
 
 def test_who_cannot_hand_over_is_no_pair_though_nobody_else_has_room() -> None:
-    rig, full = Rig(2, 2), msgspec.structs.replace(ROOMY, free_blocks=0, running=1)
-    rig.says("d0", full)
-    rig.says("p1", full, kv=OTHER_KV)
+    rig = Rig(2, 2)
+    rig.says("d0", FULL)
+    rig.says("p1", FULL, kv=OTHER_KV)
     rig.says("d1", kv=OTHER_KV)
     assert isinstance(rig.find(job(), spills=False), Wait)
     assert rig.found(job()) == ("d1", "d1")
-    rig.says("d1", full, kv=OTHER_KV)
+    rig.says("d1", FULL, kv=OTHER_KV)
     assert isinstance(rig.find(job()), Wait)
 
 
