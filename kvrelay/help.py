@@ -21,7 +21,7 @@ COMMON = frozenset(
     gpu_memory_utilization tensor_parallel_size enable_lora lora_modules kv_host cluster_secret
     prefill decode host port api_key served_model_name tool_call_parser reasoning_parser
     out seconds demo log_dir router heartbeat_port node_api_key admin_key keys workers gpus
-    ttft_target_ms tpot_target_ms
+    ttft_target_ms ttft_target_ms_per_token tpot_target_ms
     url endpoint lengths rate concurrency requests duration_s find_rate ttft_ms tpot_ms output
     """.split()  # noqa: SIM905 - the rule would have one line of 600 characters
 )

@@ -91,6 +91,7 @@ LIVE = frozenset(
         "request_deadline_s",
         "max_queue",
         "ttft_target_ms",
+        "ttft_target_ms_per_token",
         "tpot_target_ms",
         "attempts",
         "prefill_policy",
@@ -151,6 +152,8 @@ class RouterConfig(ServerConfig):
     """Refuse requests at once, with 429, whose first token would come later; 0 refuses none.
     Clients may send x-slo-ttft-ms.
     """
+    ttft_target_ms_per_token: Annotated[float, Meta(ge=0)] = 0.0
+    """Added to ttft_target_ms for each token of the prompt."""
     tpot_target_ms: Annotated[float, Meta(ge=0)] = 0.0
     """Requests wait while one more would make a token take longer; 0 is no target. Clients may send
     a stricter x-slo-tpot-ms.

@@ -116,17 +116,17 @@ class _Course:
     def _batch(self, row: Row, loads: Sequence[Load], batch: Batch) -> None:
         self._servers.have(batch.stage)
         left = iter(self._servers.urls)
+        targets = loads[-1].targets
+        told = targets.scaled(self._scale).flags if targets else []
         with ExitStack() as kept:
             urls = [
                 kept.enter_context(
-                    self._servers.behind_router(arm, [next(left) for _ in arm.servers])
+                    self._servers.behind_router(arm, [next(left) for _ in arm.servers], told)
                 )
                 for arm in batch.arms
             ]
             for load in loads:
-                targets = load.targets and load.targets.scaled(self._scale)
-                told = [targets.headers if arm.tells and targets else [] for arm in batch.arms]
-                asks = [Ask(*each) for each in zip(urls, [load] * len(urls), told, strict=True)]
+                asks = [Ask(each, load) for each in urls]
                 # Nodes that keep prefixes must not know the texts of the arm before.
                 texts = zlib.crc32(f"{row.name} {batch.arms}".encode())
                 if self._asked.paced:
@@ -140,10 +140,8 @@ class _Course:
 
 
 def can_ask(arm: Arm, load: Load) -> bool:
-    """Tell whether the arm suits the load: targets that differ from request to request cannot be
-    told.
-    """
-    return not arm.tells or bool(load.targets and load.targets.headers)
+    """Tell whether the arm suits the load: a closed loop has no targets to tell."""
+    return not arm.tells or load.targets is not None
 
 
 def main(words: Sequence[str] | None = None) -> int:

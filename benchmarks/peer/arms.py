@@ -92,8 +92,11 @@ def server_command(kind: Kind, port: int, setting: Setting, *, caching: bool) ->
     return [*_kvrelay(kind), f"--model={setting.model}", *flags, *setting.kvrelay_flags]
 
 
-def router_command(arm: Arm, urls: Sequence[str], port: int) -> list[str]:
-    """Name the words that start the router of an arm; the first server is its prefill node."""
+def router_command(arm: Arm, urls: Sequence[str], port: int, told: Sequence[str] = ()) -> list[str]:
+    """Name the words that start the router of an arm; the first server is its prefill node.
+
+    `told`: flags of the targets, for an arm that tells them.
+    """
     prefill, decode = urls
     return [
         *_kvrelay("router"),
@@ -101,6 +104,7 @@ def router_command(arm: Arm, urls: Sequence[str], port: int) -> list[str]:
         f"--decode={decode}",
         f"--port={port}",
         *(arm.router or ()),
+        *(told if arm.tells else ()),
     ]
 
 

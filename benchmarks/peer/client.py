@@ -33,11 +33,10 @@ _TAIL = 3000
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A load for one arm. `told`: headers of each request."""
+    """A load for one arm."""
 
     urls: Sequence[str]
     load: Load
-    told: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +88,8 @@ def client_command(
     many: int,
     result: Path,
     clients: int,
-    told: Sequence[str],
 ) -> list[str]:
-    """Name the words of one process for `many` requests of a file, each with the headers `told`."""
+    """Name the words of one process for `many` requests of a file."""
     paced = (
         ["--no-self-timed", "--request-rate=inf", f"--max-concurrency={clients}"]
         if clients
@@ -116,7 +114,6 @@ def client_command(
         "--save-detailed",
         f"--result-dir={result.parent}",
         f"--result-filename={result.name}",
-        *(["--header", *told] if told else []),
     ]
 
 
@@ -158,7 +155,7 @@ async def _ask(
                     "".join(_line(request, names) for request in share), encoding="utf-8"
                 )
                 url = each.urls[at % len(each.urls)]
-                argv = client_command(setting, url, file, len(share), result, clients, each.told)
+                argv = client_command(setting, url, file, len(share), result, clients)
                 process = await asyncio.create_subprocess_exec(
                     *argv,
                     stdout=PIPE,

@@ -88,9 +88,8 @@ class Paced:
         load, rng = asked.load, random.Random(seed)
         bodies = [_body(request, rng, seed) for request in load.requests]
         urls = [f"{url}/v1/completions" for url in asked.urls]
-        headers = dict(header.split("=") for header in asked.told)
         turns = asyncio.Semaphore(load.clients or len(bodies))
-        async with http_session("", headers) as session:
+        async with http_session("", {}) as session:
             for url in urls * _WARM_UPS:
                 warm_up = AnswerReader(Record(0, 0, 0.0, 0.0))
                 await stream(session, url, _body(_WARM_UP, rng, seed), warm_up, 0.0)

@@ -68,15 +68,19 @@ class Servers:
                 )
 
     @contextmanager
-    def behind_router(self, arm: Arm, urls: Sequence[str]) -> Iterator[list[str]]:
-        """Start a new router in front of these servers, if the arm has one."""
+    def behind_router(
+        self, arm: Arm, urls: Sequence[str], told: Sequence[str]
+    ) -> Iterator[list[str]]:
+        """Start a new router in front of these servers, if the arm has one, with flags `told`."""
         if arm.router is None:
             yield list(urls)
             return
         (port,) = free_ports(1)
         with ExitStack() as kept:
             url = f"http://127.0.0.1:{port}"
-            self._wait(url, *self._launch(kept, router_command(arm, urls, port), {}, arm.name))
+            self._wait(
+                url, *self._launch(kept, router_command(arm, urls, port, told), {}, arm.name)
+            )
             yield [url]
 
     def _start(self, stage: Stage) -> None:

@@ -66,12 +66,13 @@ class Targets:
         return Targets(self.ttft_ms * scale, self.tpot_ms * scale, self.ttft_ms_per_token * scale)
 
     @property
-    def headers(self) -> list[str]:
-        """Tell a router of ours; nothing if they differ by request, which the client's headers
-        cannot.
-        """
-        told = [f"x-slo-ttft-ms={self.ttft_ms:g}", f"x-slo-tpot-ms={self.tpot_ms:g}"]
-        return [] if self.ttft_ms_per_token else told
+    def flags(self) -> list[str]:
+        """Name those that tell them to a router of ours."""
+        return [
+            f"--ttft-target-ms={self.ttft_ms:g}",
+            f"--ttft-target-ms-per-token={self.ttft_ms_per_token:g}",
+            f"--tpot-target-ms={self.tpot_ms:g}",
+        ]
 
 
 @dataclass(frozen=True, slots=True)

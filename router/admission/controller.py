@@ -71,10 +71,12 @@ class AdmissionController:
     def waiting(self) -> dict[str, int]:
         return {model: len(each) for model, each in self._queues.items() if each}
 
-    def slo(self, ttft_s: float | None, tpot_s: float | None) -> Slo:
+    def slo(self, ttft_s: float | None, tpot_s: float | None, prompt_tokens: int) -> Slo:
+        config = self.config
+        own_ms = config.ttft_target_ms + config.ttft_target_ms_per_token * prompt_tokens
         # The router's time per token is a promise to all: a laxer one is no reason to break it.
-        tpots = [each for each in (tpot_s, self.config.tpot_target_ms / 1e3) if each]
-        return Slo(ttft_s or self.config.ttft_target_ms / 1e3 or None, min(tpots, default=None))
+        tpots = [each for each in (tpot_s, config.tpot_target_ms / 1e3) if each]
+        return Slo(ttft_s or own_ms / 1e3 or None, min(tpots, default=None))
 
     async def admit(
         self, caller: Caller, job: Job, wanted: PlacementQuery, arrived: float

@@ -166,12 +166,12 @@ async def test_an_expected_answer_refuses_nothing_and_its_key_pays_for_the_real_
         assert queue._clocks["alice"] == sum(used) < 100
 
 
-def test_a_laxer_target_of_a_request_does_not_break_that_of_the_router() -> None:
+def test_a_routers_targets_grow_with_the_prompt_and_are_not_broken_by_a_laxer_one() -> None:
     nothing: Any = SimpleNamespace()
-    admission = AdmissionController(
-        RouterConfig(tpot_target_ms=20.0), Pool([], []), nothing, nothing
-    )
-    assert [admission.slo(None, told).tpot_s for told in (None, 0.05, 0.01)] == [0.02, 0.02, 0.01]
+    config = RouterConfig(ttft_target_ms=200.0, ttft_target_ms_per_token=0.1, tpot_target_ms=20.0)
+    slo = AdmissionController(config, Pool([], []), nothing, nothing).slo
+    assert [slo(None, told, 1).tpot_s for told in (None, 0.05, 0.01)] == [0.02, 0.02, 0.01]
+    assert [slo(told, None, 3_000).ttft_s for told in (None, 0.1)] == [0.5, 0.1]
 
 
 async def test_who_waits_until_the_deadline_is_told_so() -> None:
