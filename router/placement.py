@@ -150,15 +150,13 @@ def near(_prefill: str, _decode: str) -> float:
 def fitting(
     request: PlacementRequest, nodes: Sequence[NodeLoad], *, decodes: bool
 ) -> list[NodeLoad]:
-    if request.ignores_room:
-        return list(nodes)
     needed = request.kv_tokens if decodes else request.tokens
-    return [node for node in nodes if needed <= node.room]
+    return [node for node in nodes if needed <= node.room or request.ignores_room]
 
 
 _NO_ROOM = Wait("no decode node has room for its KV")
 _Way = tuple[float, float, NodeLoad, NodeLoad, Prompt]
-"""Price, milliseconds to the first token, nodes, the prompt's way."""
+"""Price (infinite: impossible), milliseconds to the first token, nodes, the prompt's way."""
 
 
 def place(
@@ -173,29 +171,29 @@ def place(
 
     With `spills` decode nodes may compute prompts though a prefill node could.
     """
-    per_tpot, tokens = 1 / request.tpot_ms, request.tokens
-    targets = _targets(request, decode)
+    targets = fitting(request, decode, decodes=True)
     if not targets:
         return _NO_ROOM
+    decoding, rows = _decoding(request, targets), request.choices
     if request.tpot_limit_ms < math.inf:
-        most = TARGET_USED * request.tpot_limit_ms * per_tpot
+        most = TARGET_USED * request.tpot_limit_ms / request.tpot_ms
         fast = [
-            (price, d) for price, d in targets if price <= most and d.has_seats(request.choices)
+            d for p, d in zip(decoding, targets, strict=True) if p <= most and d.has_seats(rows)
         ]
-        alone = min(d.idle_ms(tokens, request.choices)[1] for d in decode) / TARGET_USED
+        alone = min(d.idle_ms(request.tokens, rows)[1] for d in decode) / TARGET_USED
         if not fast and alone > request.tpot_limit_ms:
             return Refuse("tpot", alone, request.tpot_limit_ms, never=True)
-        targets = fast or [(price, d) for price, d in targets if d.is_idle]
+        targets = fast or [d for d in targets if d.is_idle]
         if not targets:
             return Wait("one more would make tokens take longer than a target")
+        decoding = _decoding(request, targets)
     sources = fitting(request, prefill, decodes=False)
-    remote = _remote(request, sources, targets, link) if sources else None
-    ways = [] if remote is None else [remote]
+    ways = [_remote(request, sources, targets, decoding, link)] if sources else []
     # At low load roles are kept: a prefill node that has nothing before it computes the prompt.
-    if remote is None or remote[2].backlog_ms or link(*_names(remote)) > LINK_MS:
+    if not ways or ways[0][2].backlog_ms or link(*_names(ways[0])) > LINK_MS:
         if spills or not prefill:
-            ways += _local(request, targets, must=not prefill)
-        ways.sort(key=lambda way: way[0])
+            ways.append(_local(request, targets, decoding, must=not prefill))
+        ways = sorted([way for way in ways if way[0] < math.inf], key=lambda way: way[0])
     if not ways:
         return Wait("no prefill node has room for its KV")
     in_time = [way for way in ways if way[1] <= request.ttft_limit_ms]
@@ -220,19 +218,24 @@ def place_decode(
     link: Link = near,
 ) -> Placement | Wait:
     """Choose the decode node for a prompt whose KV the prefill node `peer` has or will have."""
-    targets = _targets(request, nodes)
+    targets = fitting(request, nodes, decodes=True)
     if not targets:
         return _NO_ROOM
-    near = [each for each in targets if link(peer, each[1].name) <= LINK_MS]
-    price, target = _cheapest(near or targets, request.tie)
+    targets = [d for d in targets if link(peer, d.name) <= LINK_MS] or targets
+    price, target = _cheapest(_decoding(request, targets), targets, request.tie)
     return Placement(peer, target.name, price, None, spills=False)
 
 
-def _sources(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[tuple[float, NodeLoad]]:
+def _computing(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[float]:
     # The shortest prompt is computed first: none that is there counts as longer than this one.
     per_ttft = 1 / request.ttft_ms
     return [
-        ((p.base_ms + min(p.backlog_ms, p.prompts * own) + own * p.behind) * per_ttft, p)
+        (
+            p.base_ms
+            + (p.backlog_ms if p.backlog_ms < (most := p.prompts * own) else most)
+            + own * p.behind
+        )
+        * per_ttft
         for p, own in zip(nodes, _prompts_ms(request, nodes), strict=True)
     ]
 
@@ -244,60 +247,53 @@ def _prompts_ms(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[fl
     return [tokens * n.linear_ms + square * n.square_ms for n in nodes]
 
 
-def _targets(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[tuple[float, NodeLoad]]:
+def _decoding(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[float]:
     per_tpot, more = 1 / request.tpot_ms, request.choices - 1
     read = request.tokens * request.choices
-    return [
-        ((d.row_ms + more * d.next_row_ms + d.context_ms * read) * per_tpot, d)
-        for d in fitting(request, nodes, decodes=True)
-    ]
+    return [(d.row_ms + more * d.next_row_ms + d.context_ms * read) * per_tpot for d in nodes]
 
 
 def _remote(
     request: PlacementRequest,
     sources: list[NodeLoad],
-    targets: list[tuple[float, NodeLoad]],
+    targets: list[NodeLoad],
+    decoding: list[float],
     link: Link,
-) -> _Way | None:
+) -> _Way:
     """Return the cheapest pair: its wait, what it adds to others' wait, and decoding."""
-    per_ttft, priced = 1 / request.ttft_ms, _sources(request, sources)
-    (price, source), (decoding, target) = (
-        _cheapest(each, request.tie) for each in (priced, targets)
-    )
+    per_ttft, computing = 1 / request.ttft_ms, _computing(request, sources)
+    p_price, source = _cheapest(computing, sources, request.tie)
+    d_price, target = _cheapest(decoding, targets, request.tie)
     link_ms = link(source.name, target.name)
-    best = price + decoding + link_ms * per_ttft
+    best = p_price + d_price + link_ms * per_ttft
     if link_ms > LINK_MS:
         order = _order(request.tie)
-        targets = sorted(targets, key=order)
-        for p_price, p in sorted(priced, key=order):
-            for d_price, d in targets:
+        priced = sorted(zip(decoding, targets, strict=True), key=order)
+        for p_price, p in sorted(zip(computing, sources, strict=True), key=order):
+            for d_price, d in priced:
                 if p_price + d_price + LINK_MS * per_ttft >= best:
                     break
                 ms = link(p.name, d.name)
                 if p_price + d_price + ms * per_ttft < best:
                     best, source, target, link_ms = p_price + d_price + ms * per_ttft, p, d, ms
-    if link_ms == math.inf:
-        return None
     prompt = request.prompt(source)
     return best, source.wait_ms + prompt[0] + link_ms, source, target, prompt
 
 
 def _local(
-    request: PlacementRequest, targets: list[tuple[float, NodeLoad]], *, must: bool
-) -> list[_Way]:
+    request: PlacementRequest, targets: list[NodeLoad], decoding: list[float], *, must: bool
+) -> _Way:
     """Return the cheapest node alone, by its stretched wait and what those who decode lose."""
     per_ttft = 1 / request.ttft_ms
-    owns = _prompts_ms(request, [d for _, d in targets])
-    priced = [
-        ((d.wait_ms + own) * d.stretch * per_ttft + own * d.lost + decoding, d)
-        for (decoding, d), own in zip(targets, owns, strict=True)
+    prices = [
+        (d.wait_ms + own) * d.stretch * per_ttft + own * d.lost + price
         if (must or own <= d.spill_ms) and (d.computes or request.ignores_room)
+        else math.inf
+        for d, price, own in zip(targets, decoding, _prompts_ms(request, targets), strict=True)
     ]
-    if not priced:
-        return []
-    price, node = _cheapest(priced, request.tie)
+    price, node = _cheapest(prices, targets, request.tie)
     prompt = request.prompt(node)
-    return [(price, (node.wait_ms + prompt[0]) * node.stretch, node, node, prompt)]
+    return price, (node.wait_ms + prompt[0]) * node.stretch, node, node, prompt
 
 
 def _order(tie: int) -> Callable[[tuple[float, NodeLoad]], tuple[float, int]]:
@@ -305,10 +301,11 @@ def _order(tie: int) -> Callable[[tuple[float, NodeLoad]], tuple[float, int]]:
     return lambda each: (each[0], crc32(each[1].name.encode(), tie))
 
 
-def _cheapest(priced: list[tuple[float, NodeLoad]], tie: int) -> tuple[float, NodeLoad]:
-    least = min([price for price, _ in priced])
-    equal = [each for each in priced if each[0] == least]
-    return equal[0] if len(equal) == 1 else min(equal, key=_order(tie))
+def _cheapest(prices: list[float], nodes: list[NodeLoad], tie: int) -> tuple[float, NodeLoad]:
+    least = min(prices)
+    if least == math.inf or prices.count(least) == 1:
+        return least, nodes[prices.index(least)]
+    return min(zip(prices, nodes, strict=True), key=_order(tie))
 
 
 def _too_late(request: PlacementRequest, nodes: Sequence[NodeLoad], expected_ms: float) -> Refuse:

@@ -215,8 +215,8 @@ class Placer:
         ]
         # Where those that policies choose cannot hand over, all are asked; then decode nodes alone.
         for sources, nodes in (chosen, (prefill, decode), ((), able)):
-            p_loads, d_loads = ([node.state for node in each] for each in (sources, nodes))
-            found = place(wanted, p_loads, d_loads, link, spills=spills)
+            loads = [node.state for node in sources], [node.state for node in nodes]
+            found = place(wanted, *loads, link, spills=spills)
             if not isinstance(found, Wait) or not sources or _takers(sources, nodes):
                 break
         if not (sources or able):
