@@ -156,8 +156,11 @@ class Scheduler:
 
     def _count_pulled(self, request: Request) -> None:
         if request.pull_from is not None:
-            request.pulled_tokens = request.num_computed - (request.cached_tokens or 0)
+            cached = request.cached_tokens or 0
+            request.pulled_tokens = pulled = request.num_computed - cached
             request.cached_tokens = request.num_computed
+            if (costs := self.budget.costs) is not None:  # what came takes no time of steps
+                self._announced.prompt(-costs.chunk_ms(pulled, cached), spills=request.spill)
 
     def _wait(self, request: Request) -> None:
         cached = 0

@@ -71,7 +71,8 @@ class Engine(EngineState):
             seat.known = stream.prompt
             work = arrives = seat.known - self.cached(seat)
             ms = self.costs.prompts_ms(work, _pairs(seat.known, work))
-            self._announced.prompt(ms, spills=told.spill_tokens > 0)
+            seat.spills = told.spill_tokens > 0
+            self._announced.prompt(ms, spills=seat.spills)
         self._arrivals += 1
         self._arrived_tokens += arrives
         seat.turn = (self._arrived_tokens + OVERTAKEN * work, self._arrivals)
@@ -106,6 +107,9 @@ class Engine(EngineState):
         self.tokens += left - seat.left
         self._pairs += _pairs(seat.known, left) - _pairs(seat.known, seat.left)
         seat.left = left
+
+    def note_pulled(self, seat: Seat, tokens: int, start: int) -> None:
+        self._announced.prompt(-self.costs.chunk_ms(tokens, start), spills=seat.spills)
 
     def _leave(self, seat: Seat) -> None:
         del self._line[bisect.bisect_left(self._line, seat.turn, key=lambda each: each[:2])]

@@ -141,6 +141,7 @@ class Pulls:
         seat.came, size = now, node.cache.block_size
         node.cache.ready(stream.blocks[start : lease.reached])
         node.have_left(seat, seat.known - lease.reached * size)
+        node.note_pulled(seat, (lease.reached - start) * size, start * size)
         if stream.first < 0:
             stream.cached = lease.reached * size
             first = (lease.reached - start - stored) * size

@@ -102,6 +102,7 @@ class Seat:
     """Sources to ask yet, the best last."""
     lease: Lease | None = None
     """Blocks that the request reads, or will read."""
+    spills: bool = False
 
     def let_go(self) -> None:
         lease, self.lease = self.lease, None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from invariants import check_scheduler
 from scheduling import (
@@ -20,6 +22,7 @@ from scheduling import (
 from kvrelay.paged_engine.request import Request
 from kvrelay.paged_engine.scheduler import Scheduler
 from kvrelay.wire.outputs import Finish
+from kvrelay.wire.step_costs import MEMORY_MS, StepCosts
 
 PROMPT = list(range(70))
 
@@ -69,8 +72,9 @@ def test_what_came_is_cached_and_the_rest_is_computed_in_chunks(*, hold: bool) -
     assert all_free(scheduler)
 
 
-def test_blocks_behind_what_is_cached_are_asked_for_and_read() -> None:
+def test_blocks_behind_what_is_cached_are_read_and_take_no_share_of_the_time() -> None:
     scheduler = make()
+    scheduler.budget = replace(scheduler.budget, costs=StepCosts(8.0, 0.0, 0.0, 0.0, 0.125, 0.0))
     scheduler.add(request("before", PROMPT[: 2 * BLOCK], max_tokens=1))
     drain(scheduler)
     req = asking(scheduler)
@@ -80,6 +84,7 @@ def test_blocks_behind_what_is_cached_are_asked_for_and_read() -> None:
     assert start_fetch(scheduler).remote_blocks == [500, 501]
     scheduler.finish_fetch("r")
     assert (req.cached_tokens, req.pulled_tokens) == (64, 32)
+    assert scheduler.load(0.0).prompt_share == pytest.approx((32 + 6) * 0.125 / MEMORY_MS)
     assert step(scheduler) == [("r", 64, 6)]
 
 
