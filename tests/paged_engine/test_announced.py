@@ -18,7 +18,7 @@ from kvrelay.wire.step_costs import MEMORY_MS, TPOT_STEPS, StepCosts
 
 COSTS = StepCosts(8.0, 0.25, 1 / 1024, -2.0, 0.125, 1 / 8192)
 IDLE_GAIN = 1 - 1 / (TARGET_USED * TPOT_STEPS)
-"""A share of each millisecond: nine tenths of the default time per token are used."""
+"""A share of each millisecond: what an empty step leaves of the planned time per token."""
 
 
 def make(costs: StepCosts = COSTS, blocks: int = 40, **options) -> Scheduler:
