@@ -51,7 +51,7 @@ in the node's pool (empty), its `host` memory, its `store`, or on another node."
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
     tokens: int
-    """Tokens of the prompt, and those generated elsewhere."""
+    """Tokens of the prompt, and those of each choice that were generated elsewhere."""
     output: float
     """Expected tokens of all choices: a mean of ended answers, never what is allowed."""
     ttft_ms: float

@@ -94,7 +94,8 @@ class RequestRun:
         self._early_decode: asyncio.Task[bool] | None = None
 
     def wanted(self, source: Node | None = None, *, alone: bool = False) -> PlacementQuery:
-        tokens = self.prompt_tokens + self.progress.output_tokens if self.prompt_tokens else 0
+        generated = self.progress.output_tokens // self.job.choices
+        tokens = self.prompt_tokens + generated if self.prompt_tokens else 0
         return self.context.placer.wanted(self.job, self._prefix, tokens, source, alone=alone)
 
     async def run(self) -> None:

@@ -351,7 +351,12 @@ async def test_a_decode_node_that_hands_over_has_failed() -> None:
 
 
 async def test_a_decode_node_is_told_what_each_choice_may_still_take() -> None:
-    bad, good = decode(cut_after_token), decode(load=Load(running=9))
+    async def goes_on(call: Call) -> None:
+        (lease,) = c.node(good).leases
+        assert lease.share.context == 2 * 4 + 256 / 2  # each of them has one token
+        await decode_ok(call)
+
+    bad, good = decode(cut_after_token), decode(goes_on, load=Load(running=9))
     async with cluster(prefill(), bad, good) as c:
         await c.text({"n": 2})
         told = [node.calls[0].params["expected_output"] for node in (bad, good)]
