@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -98,28 +99,19 @@ def test_requests_leave_the_queue_at_their_deadline_and_when_their_target_has_pa
     assert left == {2.1: [], 2.3: [(hurried, "ttft_passed")], 2.6: [(patient, "deadline")]}
 
 
-def test_a_first_that_no_cluster_can_serve_any_more_leaves_the_queue() -> None:
-    """As when nodes have become slower than its target since it came."""
-    queue, hopeless, behind = Queue(), request(), request()
-    for each in (hopeless, behind):
-        assert isinstance(queue.push(each), Wait)
-    queue.found = lambda each: (
-        Refuse("tpot", 9.0, 8.0, never=True) if each is hopeless else "a seat"
-    )
-    first, second = queue.admission.leaving(1.0)
-    assert (first[0], refusal(first[1]).reason) == (hopeless, "tpot_never")
-    assert second == (behind, "a seat")
-
-
-def test_a_first_that_would_be_late_leaves_and_keeps_nobody_waiting() -> None:
+@pytest.mark.parametrize(
+    ("why", "reason"),
+    [(Refuse("tpot", 9.0, 8.0, never=True), "tpot_never"), (Refuse("ttft", 9.0, 8.0), "ttft")],
+)
+def test_a_first_that_would_miss_a_target_leaves_and_keeps_nobody_waiting(
+    why: Refuse, reason: str
+) -> None:
     queue, late, other = Queue(), request(), request()
     queue.push(late)
     queue.push(other)
-    queue.found = lambda each: Refuse("ttft", 2_000.0, 1_500.0) if each is late else "a seat"
-    (first, why), (second, found) = queue.admission.leaving(1.0)
-    assert (first, second, found) == (late, other, "a seat")
-    assert isinstance(why, Refusal)
-    assert why.reason == "ttft"
+    queue.found = lambda each: why if each is late else "a seat"
+    (first, found), *rest = queue.admission.leaving(1.0)
+    assert (first, refusal(found).reason, rest) == (late, reason, [(other, "a seat")])
 
 
 # --- the order in which requests begin
