@@ -12,40 +12,40 @@ __all__ = ["VALUES", "VLLM", "answer_for"]
 _TABLE = """
 --kv-transfer-config            --kv-connector (auto, direct, nixl or nccl; the role is the command)
 --kv-lease-duration             --lease-s (5 s; renewed by heartbeats in both)
---enable-auto-tool-choice       leave it out; tool calls are read unless --tool-call-parser is none
---enable-reasoning              --reasoning-parser (chosen by the model if it is left out)
+--enable-auto-tool-choice       leave it out; tool calls are parsed unless --tool-call-parser is none
+--enable-reasoning              --reasoning-parser (if left out, chosen for the model)
 --enable-chunked-prefill        leave it out; prompts are always computed in chunks
 --async-scheduling              leave it out; a GPU's next step is always scheduled while one runs
---enable-prompt-tokens-details  leave it out; usage always has them
+--enable-prompt-tokens-details  leave it out; usage always includes them
 --enforce-eager                 has no counterpart; leave it out
 --compilation-config            has no counterpart; leave it out
 --cuda-graph-sizes              has no counterpart; leave it out
 --max-seq-len-to-capture        has no counterpart; leave it out
 --attention-backend             has no counterpart; leave it out
 --disable-sliding-window        has no counterpart; leave it out
---scheduling-policy             leave it out; a router's queue knows priorities
+--scheduling-policy             leave it out; the router's queue orders by priority
 --num-gpu-blocks-override       --kv-cache-memory-bytes (bytes, not blocks)
 --speculative-model             --speculative-config (method ngram; there are no draft models)
---draft-tensor-parallel-size    ngram is the one method here, and has no draft model
+--draft-tensor-parallel-size    the only method here is ngram, without a draft model
 --max-logprobs                  leave it out; it is 20
---trust-remote-code             leave it out; no code of a model is run
+--trust-remote-code             leave it out; model code is never run
 --tokenizer                     leave it out; the tokenizer is the model's
 --tokenizer-mode                leave it out; the tokenizer is the model's
---task                          leave it out; models generate here and do nothing else
---runner                        leave it out; models generate here and do nothing else
+--task                          leave it out; models here only generate
+--runner                        leave it out; models here only generate
 --hf-overrides                  has no counterpart; change the model's config.json
 --rope-scaling                  has no counterpart; change the model's config.json
---chat-template-content-format  leave it out; messages have text and nothing else
+--chat-template-content-format  leave it out; messages contain only text
 --default-chat-template-kwargs  --chat-template (of nodes; requests have chat_template_kwargs)
 --max-cpu-loras                 --max-loras (as many as can be loaded at once)
 --download-dir                  set the variable HF_HOME
 --seed                          requests have seeds, an engine has none
 --cpu-offload-gb                --quantization (weights stay on the GPU; fp8 halves them)
---swap-space                    leave it out; a request that gives way is computed again
+--swap-space                    leave it out; preempted requests are computed again
 --data-parallel-size            --prefill (and --decode: how many nodes `kvrelay up` starts)
 --enable-expert-parallel        has no counterpart; leave it out
---headless                      use `kvrelay rank` on further machines
---pipeline-parallel-size        --tensor-parallel-size (layers are not spread over GPUs, heads are)
+--headless                      use `kvrelay rank` on other machines
+--pipeline-parallel-size        --tensor-parallel-size (heads are split across GPUs, not layers)
 --nnodes           --tensor-parallel-size-local (ranks of this machine; others run `kvrelay rank`)
 --node-rank                     --machine (of `kvrelay rank`)
 --master-addr                   --tensor-parallel-address (host:port of rank 0)
@@ -55,17 +55,17 @@ _TABLE = """
 --structured-outputs-config     leave it out; llguidance compiles all constraints
 --guided-decoding-backend       leave it out; llguidance compiles all constraints
 --enable-log-requests           --log-bodies (a line for each request is always logged)
---no-enable-log-requests        leave it out; bodies are logged with --log-bodies alone
---disable-log-requests          leave it out; bodies are logged with --log-bodies alone
+--no-enable-log-requests        leave it out; bodies are logged only with --log-bodies
+--disable-log-requests          leave it out; bodies are logged only with --log-bodies
 --disable-log-stats             leave it out; /metrics has the statistics
 --uvicorn-log-level             leave it out
 --disable-uvicorn-access-log    leave it out; there is none
---disable-frontend-multiprocessing leave it out; an engine is always a process of its own
+--disable-frontend-multiprocessing leave it out; an engine is always a separate process
 --enable-server-load-tracking   leave it out; GET /health counts requests
 --enable-force-include-usage    leave it out; clients ask with stream_options
 --enable-ssl-refresh            has no counterpart; restart after a renewal
 --shutdown-timeout              --drain-deadline-s (of `kvrelay router`)
---limit-mm-per-prompt           leave it out; messages have text and nothing else
+--limit-mm-per-prompt           leave it out; messages contain only text
 --prefiller-hosts               --prefill (http://HOST:PORT, of `kvrelay router`)
 --prefiller-ports               --prefill (http://HOST:PORT, of `kvrelay router`)
 --decoder-hosts                 --decode (http://HOST:PORT, of `kvrelay router`)

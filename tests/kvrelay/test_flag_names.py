@@ -30,7 +30,7 @@ def test_each_name_that_is_told_is_a_flag_and_no_flag_is_called_wrong() -> None:
     ("typed", "said"),
     [
         ("rank --node-rank 1", "unknown flag --node-rank; here it is --machine (of"),
-        ("serve --trust-remote-code", "; leave it out; no code of a model is run"),
+        ("serve --trust-remote-code", "; leave it out; model code is never run"),
         ("serve one -tp=2", "unknown flag -tp; here it is --tensor-parallel-size"),
         ("serve one -O3", "unknown flag -O; has no counterpart; leave it out"),
         ("serve one -dp 2", "unknown flag -dp; here it is --prefill (and --decode"),

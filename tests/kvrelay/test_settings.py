@@ -130,7 +130,7 @@ def test_values_may_be_written_as_vllm_has_them(name: str, text: object, value: 
         ('{"model": "a/b", "num_speculative_tokens": 2}', "unknown key 'model'"),
         (
             '{"method": "eagle3", "draft_tensor_parallel_size": 1}',
-            "; ngram is the one method here, and has no draft",
+            "; the only method here is ngram",
         ),
         ("x", "--speculative-config must be a JSON object; its text is not JSON"),
         ("[]", "--speculative-config must be a mapping, got a list"),
