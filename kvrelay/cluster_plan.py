@@ -71,17 +71,15 @@ class ClusterConfig:
     decode_tensor_parallel_size: OrDefault = 0
     """Ranks of each decode node; 0 takes tensor_parallel_size."""
     stop_deadline_s: Positive = 45.0
-    """Processes that have not ended this long after SIGTERM are killed. Nodes and the router drain
-    for 30 s of it.
-    """
+    """Time from SIGTERM until processes are killed. Nodes and the router drain for 30 s of it."""
     log_dir: str = ""
-    """Folder for the logs, one file per process; nobody else may open them. Empty makes one in the
+    """Folder for the logs, one file per process, closed to other users. Empty makes one in the
     system's temporary folder.
     """
     demo: bool = False
-    """Answer one chat as a proof when the cluster is ready."""
+    """Answer one chat as a demonstration when the cluster is ready."""
     demo_exit: bool = False
-    """Like demo, and stop everything after it."""
+    """Like demo, then stop everything."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -32,19 +32,19 @@ def add_commands(app: typer.Typer) -> None:
 
 def _chat(
     url: Annotated[str, typer.Option(help="Address of the server.")] = "http://127.0.0.1:8000",
-    api_key: Annotated[str, typer.Option(help="Its API key.", envvar=API_KEY)] = "",
+    api_key: Annotated[str, typer.Option(help="API key of the server.", envvar=API_KEY)] = "",
     model: Annotated[
-        str, typer.Option(help="Model or adapter to talk to. [default: the first that it serves]")
+        str, typer.Option(help="Model or adapter to talk to. [default: the server's first]")
     ] = "",
 ) -> int:
-    """Talk to a running cluster in the terminal, one question a line."""
+    """Chat with a running cluster in the terminal, one question per line."""
     from kvrelay.chat import chat
 
     return chat(base_url(url), api_key, model)
 
 
-def _key(name: Annotated[str, typer.Argument(help="Name of its owner.")]) -> int:
-    """Draw an API key for the router, and print it once with the lines for its configuration."""
+def _key(name: Annotated[str, typer.Argument(help="Name of the key's owner.")]) -> int:
+    """Generate an API key for the router, and print it once with the lines for its configuration."""
     from kvrelay.router.admission.keys import draw_key, hash_of
 
     key = draw_key()
@@ -60,7 +60,7 @@ def _drain(
     wait: _Wait = 600.0,
     undo: Annotated[bool, typer.Option("--undo", help="Accept requests again.")] = False,
 ) -> int:
-    """Have a node accept nothing new, and wait until it is idle."""
+    """Make a node accept nothing new, and wait until it is idle."""
     from kvrelay.node_commands import drain
 
     return drain(base_url(node), node_api_key, wait, undo=undo)
@@ -87,7 +87,7 @@ def _plan(
         typer.Option(
             min=0.0,
             show_default=False,
-            help="Requests a second, or sessions of agents at once. [default: find the most]",
+            help="Requests per second, or concurrent agent sessions. [default: find the most]",
         ),
     ] = 0.0,
     as_json: _AsJson = False,
@@ -116,20 +116,22 @@ def _replay(
     card: Annotated[Path, typer.Option(help="Rate card of the nodes, from `kvrelay profile`.")],
     nodes: Annotated[
         str,
-        typer.Option(metavar="P:D", help="Prefill and decode nodes. [default: as there were; 1:1]"),
+        typer.Option(
+            metavar="P:D", help="Prefill and decode nodes. [default: those in the log; 1:1]"
+        ),
     ] = "",
     policy: Annotated[
         str, typer.Option(help="Policy by which the router chooses nodes.")
     ] = "price",
     kv_host_memory: Annotated[
-        list[str], typer.Option(metavar="SIZE", help="Of a trace: host memory of each node.")
+        list[str], typer.Option(metavar="SIZE", help="For a trace: host memory of each node.")
     ] = ["0"],  # noqa: B006
     kv_store_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Of a trace: files below it.")
+        str, typer.Option(metavar="SIZE", help="For a trace: files below host memory.")
     ] = "",
-    kv_pull: Annotated[str, typer.Option(help="Of a trace: auto or never.")] = "auto",
+    kv_pull: Annotated[str, typer.Option(help="For a trace: auto or never.")] = "auto",
 ) -> int:
-    """Replay what a router has logged in the simulator, with other nodes or another policy.
+    """Replay a router's log in the simulator, with other nodes or another policy.
 
     Of a trace it tells which tokens of prompts were found, and why others were not. Give
     --kv-host-memory several times to compare.

@@ -66,9 +66,9 @@ class ProfileConfig:
 
     node: NodeConfig = dataclasses.field(metadata=without("role"))
     out: str = "rate-card.json"
-    """File of the rate card."""
+    """File for the rate card."""
     seconds: float = 0.0
-    """About how long, beside the start of the engine; 0: 120 on a GPU, 45 on a CPU."""
+    """Approximate duration, not counting engine start; 0 takes 120 on a GPU, 45 on a CPU."""
 
 
 def _serve_node(role: Role, values: Values) -> int:

@@ -34,35 +34,35 @@ class BenchConfig:
     """A measurement of a server: what is asked, how fast, and the targets."""
 
     url: str = "http://127.0.0.1:8000"
-    """Address of the server; several, separated by commas, are asked in turn."""
+    """Address of the server; several, separated by commas, are used in turn."""
     api_key: str = field(default="", repr=False)
     """API key of the server."""
     model: str = ""
-    """Model to ask; empty takes the first of the server."""
+    """Model to ask; empty takes the server's first."""
     endpoint: Literal["completions", "chat"] = "completions"
-    """completions sends token ids, of exact length; chat sends messages, which --agents needs."""
+    """completions sends token ids of exact length; chat sends messages, which --agents needs."""
     lengths: str = "chat"
     """Tokens of prompts and answers: chat (512:256), code (2048:64), summarise (8192:256),
     long-context (65536:256), reasoning (512:4096), or IN:OUT.
     """
     spread: _NotNegative = 0.0
-    """Standard deviation of log-normal lengths, in means; 0: all alike."""
+    """Standard deviation of log-normal lengths, in means; 0: all equal."""
     agents: str = ""
-    """Sessions of agents, instead of lengths: fleet (tools, sub-agents, four system prompts) or llm-d
-    (long system prompts), and what differs, as in fleet,turns=4:20,gap_s=1:60.
+    """Sessions of agents, instead of lengths: fleet (tools, sub-agents, four system prompts) or
+    llm-d (long system prompts), with changes, as in fleet,turns=4:20,gap_s=1:60.
     """
     trace: str = ""
-    """A file in the format of Mooncake's traces, also .gz, instead of lengths."""
+    """A file in Mooncake's trace format, also .gz, instead of lengths."""
     rate: str = ""
-    """Requests a second (open loop); several, separated by commas, run one by one. The first rate of
-    --find-rate.
+    """Requests a second (open loop); several, separated by commas, run one by one. The first rate
+    of --find-rate.
     """
     arrivals: ArrivalProcess = "poisson"
     """poisson, bursty, constant, or trace: the times of --trace, stretched to --rate if given."""
     variation: _Positive = 2.0
     """Standard deviation of the gaps of bursty arrivals, in means; 1 is poisson."""
     concurrency: Count = 0
-    """Clients that ask again when answered (closed loop); 1 with --requests alone."""
+    """Clients, each asking again once answered (closed loop); 1 with --requests alone."""
     requests: Count = 0
     """Sessions to measure after the warm-up, instead of --duration-s."""
     duration_s: _Positive = 60.0
@@ -72,31 +72,33 @@ class BenchConfig:
     least 5; 0 with --requests.
     """
     find_rate: bool = False
-    """Find the highest rate at which --attainment of the requests meet their targets; with --agents,
-    the most sessions at once.
+    """Find the highest rate at which --attainment of the requests meet their targets; with
+    --agents, the most concurrent sessions.
     """
     attainment: SomeShare = 0.9
-    """Share of requests that has to meet its targets."""
+    """Share of requests that must meet their targets."""
     precision: _Positive = 0.05
-    """Largest distance from the found rate to one that is too high, as a share."""
+    """Largest gap between the rate found and one that is too high, as a share."""
     ttft_ms: _NotNegative = 0.0
-    """Target for the first token; 0: that of --lengths (chat 200, code 125), or 1000."""
+    """Target for the first token; 0 takes that of --lengths (chat 200, code 125), or 1000."""
     tpot_ms: _NotNegative = 0.0
-    """Target for the mean time per later token; 0: that of --lengths (chat 15, code 20), or 50."""
+    """Target for the mean time per later token; 0 takes that of --lengths (chat 15, code 20), or
+    50.
+    """
     tell_targets: bool = False
     """Send both targets with each request (x-slo-ttft-ms, x-slo-tpot-ms) for kvrelay's router."""
     gpus: Some = 1
     """All GPUs of the server: goodput is divided by them."""
     output: str = "bench.json"
-    """File of the result, as JSON."""
+    """File for the result, as JSON."""
     deadline_s: _Positive = 600.0
     """A request that takes longer has failed."""
     ignore_eos: bool = True
-    """Ask for answers of the full length. Not every server knows this field."""
+    """Ask for answers of full length. Not every server supports this."""
     vocab_size: int = 32_000
-    """Token ids of prompts are below this."""
+    """Upper bound of the token ids in prompts."""
     seed: int = 0
-    """Seed of prompts and arrivals; 0 takes the clock, so that no server has the prompts cached."""
+    """Seed of prompts and arrivals; 0 takes the clock, so no server has the prompts cached."""
 
     def __post_init__(self) -> None:
         _ = self.base_urls
@@ -115,7 +117,7 @@ class BenchConfig:
     def _check_together(self) -> None:
         require(
             not (self.agents and self.trace),
-            "agents say themselves what is asked; leave trace out",
+            "agents make their own requests; leave trace out",
         )
         require(
             not (self.concurrency and self.rate),
@@ -123,11 +125,11 @@ class BenchConfig:
         )
         require(
             not (self.concurrency and self.find_rate) or bool(self.agents),
-            "find_rate searches a rate; leave concurrency out",
+            "find_rate searches for a rate; leave concurrency out",
         )
         require(
             not (self.agents and self.find_rate and self.rate),
-            "agents are searched by sessions at once; begin at --concurrency, not --rate",
+            "for agents, find_rate searches for concurrent sessions; give --concurrency, not --rate",
         )
         require(
             not (self.requests and self.find_rate),
@@ -135,7 +137,7 @@ class BenchConfig:
         )
         require(
             len(self.rates) < 2 or not self.find_rate,
-            "find_rate begins at one rate; leave the others out",
+            "find_rate starts from one rate; leave the others out",
         )
         require(self.arrivals != "trace" or bool(self.trace), "arrivals trace needs --trace FILE")
         require(

@@ -112,9 +112,9 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = "auto"
     """auto, or dummy: random weights of the right shapes."""
     generation_config: str = "auto"
-    """Source of sampling that a request leaves out: auto (the model's generation_config.json), vllm
-    (none: temperature 1, all tokens) or a folder with such a file, whose max_new_tokens limits
-    every answer; equal on all nodes.
+    """Source of sampling defaults: auto (the model's generation_config.json), vllm (none:
+    temperature 1, all tokens) or a folder with such a file, whose max_new_tokens limits every
+    answer; equal on all nodes.
     """
     override_generation_config: JsonObject | None = field(
         default=None, hash=False
@@ -146,15 +146,15 @@ class EngineConfig:
     quantization: Literal["", "fp8"] = ""
     """fp8 quantizes linear layers while loading (e4m3, a scale per channel; CUDA only)."""
     max_num_batched_tokens: OrDefault = 0
-    """Most prompt tokens of a step; 0 takes 128 on CPU, 8192 on CUDA."""
+    """Most prompt tokens in a step; 0 takes 128 on CPU, 8192 on CUDA."""
     max_gap_ms: Annotated[float, Meta(ge=0, description="0 takes the default")] = 0.0
-    """Most milliseconds of a step with prompts beside decodes. 0 takes 50 on CUDA; on CPU twice a
+    """Longest step with prompts beside decodes, in milliseconds. 0 takes 50 on CUDA; on CPU twice a
     decode step, at least 200.
     """
     max_num_seqs: OrDefault = 0
-    """Requests computed in one step at most; 0 takes 64 on CPU, 256 on CUDA."""
+    """Most requests computed in one step; 0 takes 64 on CPU, 256 on CUDA."""
     tensor_parallel_size: Some = 1
-    """Ranks that share the model, each a process with a GPU of its own."""
+    """Ranks that share the model, each a process with its own GPU."""
     tensor_parallel_address: str = ""
     """host:port of rank 0; may stay empty when all ranks run on this host."""
     tensor_parallel_size_local: int = 0
@@ -162,7 +162,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     """Reuse the KV of equal prefixes."""
     batch_invariant: bool = False
-    """Fixed tiles and splits: tokens do not depend on the batch. The CPU path always is."""
+    """Fixed tiles and splits, so tokens do not depend on the batch; always so on CPU."""
     speculative_config: SpeculativeConfig | None = None
     """Propose tokens found in the request's own text, with the same answer: JSON with vLLM's names,
     for example {"method": "ngram", "num_speculative_tokens": 4}.
@@ -172,8 +172,8 @@ class EngineConfig:
     enable_lora: bool = False
     """Serve LoRA adapters: those of lora_modules, and others with allow_runtime_lora."""
     lora_modules: tuple[str, ...] = ()
-    """A LoRA adapter, name=path of a folder in PEFT's layout; clients name it as their model. Give
-    it again for more; equal on all nodes.
+    """A LoRA adapter, name=path of a folder in PEFT's layout; clients name it as their model.
+    Repeat it for more; equal on all nodes.
     """
     max_loras: Annotated[int, Meta(ge=0, description="0 takes as many as lora_modules names")] = 0
     """Adapters loaded at once, each in a slot; 0 takes as many as lora_modules names, at least 1.
@@ -181,8 +181,8 @@ class EngineConfig:
     max_lora_rank: Annotated[int, Meta(gt=0, le=MAX_LORA_RANK)] = 16
     """Highest rank of an adapter; each slot takes memory for it."""
     allow_runtime_lora: bool = False
-    """Serve POST /v1/load_lora_adapter and /v1/unload_lora_adapter: clients may have the node read
-    any folder of its machine.
+    """Serve POST /v1/load_lora_adapter and /v1/unload_lora_adapter: clients may make the node read
+    any folder on its machine.
     """
 
     def __post_init__(self) -> None:
@@ -191,7 +191,7 @@ class EngineConfig:
         for name in self.override_generation_config or ():
             require(
                 name in GENERATION_FIELDS,
-                f"override_generation_config sets {name!r}; it can set "
+                f"override_generation_config cannot set {name!r}, only "
                 f"{', '.join(GENERATION_FIELDS)}",
             )
         generation_values(self.override_generation_config or {})
@@ -202,7 +202,7 @@ class EngineConfig:
         )
         require(
             not (self.batch_invariant and (self.quantization or self.tensor_parallel_size > 1)),
-            "batch_invariant does not go with quantization fp8 or tensor_parallel_size above 1, "
+            "batch_invariant does not work with quantization fp8 or tensor_parallel_size above 1, "
             "whose sums depend on the batch; leave one of them out",
         )
         require(
@@ -230,7 +230,7 @@ class EngineConfig:
         twice = sorted({name for name in names if names.count(name) > 1})
         require(
             not twice,
-            f"lora_modules names {', '.join(twice)} twice; give each adapter a name of its own",
+            f"lora_modules names {', '.join(twice)} twice; give each adapter its own name",
         )
         require(
             not self.max_loras or len(names) <= self.max_loras,
@@ -260,8 +260,8 @@ class RanksConfig:
     engine: EngineConfig
     """Equal to rank 0's, but for tensor_parallel_size_local."""
     machine: int = 1
-    """Number of this machine in the engine, each with tensor_parallel_size_local ranks; rank 0's is
-    0.
+    """Number of this machine in the engine, each with tensor_parallel_size_local ranks; rank 0 is
+    on 0.
     """
 
     @property
@@ -274,7 +274,7 @@ class RanksConfig:
             bool(self.engine.tensor_parallel_address),
             "name rank 0's host:port with tensor_parallel_address",
         )
-        require(local > 0, "say with tensor_parallel_size_local how many ranks run here")
+        require(local > 0, "set tensor_parallel_size_local to the number of ranks on this host")
         require(
             0 < self.first <= size - local,
             f"machine {self.machine} begins with rank {self.first}, and its {local} ranks must be "
@@ -294,8 +294,8 @@ class TransferConfig:
     """A node's side of the hand-over."""
 
     kv_connector: Literal["auto", "direct", "nixl", "nccl"] = "auto"
-    """The connector that moves KV: direct (shared memory of one host), nixl, nccl; auto: the first of these that
-    both nodes have.
+    """The connector that moves KV: direct (shared memory of one host), nixl, nccl; auto: the first
+    of these that both nodes support.
     """
     kv_host: str = "127.0.0.1"
     """Address at which peers reach this node; data planes listen on its interface, or on all with
@@ -305,8 +305,8 @@ class TransferConfig:
     """Port of the control channel; 0 takes a free one."""
     cluster_secret: str = field(default="", repr=False)
     """One secret for all nodes, at least 16 characters: it encrypts control channels and signs
-    tickets; better as KVRELAY_CLUSTER_SECRET in the environment. Without one a node hands KV over
-    on its own machine only.
+    tickets; better as KVRELAY_CLUSTER_SECRET in the environment. Without one, nodes hand KV over
+    only within one machine.
     """
     lease_s: Positive = 5.0
     """KV is kept this long after the last heartbeat for it."""
@@ -315,14 +315,14 @@ class TransferConfig:
     transfer_deadline_s: Positive = 10.0
     """A fetch may take this long, plus its size at `transfer_floor_bytes_s`."""
     transfer_floor_bytes_s: Positive = 100e6
-    """The slowest transfer, in bytes per second, that is waited for."""
+    """Slowest transfer to wait for, in bytes per second."""
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
-    """When KV does not come, a decode node recomputes (from the first missing block on) or fails
+    """When KV does not arrive, a decode node recomputes (from the first missing block on) or fails
     the request.
     """
     kv_pull: Literal["auto", "always", "never"] = "auto"
     """Take KV of a prompt's first tokens from another node that has it cached: always, never, or
-    auto, where that is quicker than computing.
+    auto, if that is faster than computing.
     """
     kv_checksums: Share = 0.0
     """Share of fetched KV blocks, 0 to 1, compared with their source by checksum; differing ones
@@ -335,7 +335,7 @@ class TransferConfig:
         require(
             not self.cluster_secret or len(self.cluster_secret) >= MIN_SECRET_CHARS,
             f"cluster_secret must have at least {MIN_SECRET_CHARS} characters, got "
-            f"{len(self.cluster_secret)}; draw "
+            f"{len(self.cluster_secret)}; generate "
             "one at random, for example with `openssl rand -hex 32`",
         )
         require(
@@ -355,24 +355,23 @@ class CacheConfig:
     """A node's KV below its pool, in a process that outlives the engine."""
 
     kv_host_memory: Annotated[int, Meta(ge=0, description="0 takes none")] = 0
-    """Bytes of this machine's memory for KV that the pool has no room for, for example 64GiB; it
-    stays when the engine restarts. 0 takes none.
+    """Bytes of this machine's memory for KV that does not fit in the pool, for example 64GiB;
+    survives engine restarts. 0 takes none.
     """
     kv_store: str = ""
-    """Folder or s3://BUCKET/PREFIX for KV below kv_host_memory; it stays when the node restarts,
-    and nodes may share it.
+    """Folder or s3://BUCKET/PREFIX for KV below kv_host_memory; survives node restarts, and nodes
+    may share it.
     """
     kv_store_size: Annotated[int, Meta(ge=0, description="leave it out without kv_store")] = 0
-    """Bytes of a folder at most, for example 1TiB, whoever has written them; none for s3://."""
+    """Most bytes in the folder, for example 1TiB, whoever wrote them; none for s3://."""
     kv_write_behind_bytes_s: Positive = 8e9
-    """Bytes per second at most that go from the pool to kv_host_memory, and from there to kv_store.
-    """
+    """Most bytes per second copied from the pool to kv_host_memory, and from there to kv_store."""
     kv_pin_share: Share = 0.5
-    """Share of the pool, and of kv_host_memory, that requests may pin: it is evicted last. 0 pins
+    """Share of the pool, and of kv_host_memory, that requests may pin, to be evicted last. 0 pins
     nothing.
     """
     kv_pin_s: Count = 3600
-    """Longest time without use, in seconds, for which KV stays pinned."""
+    """Longest time, in seconds, that unused KV stays pinned."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -383,7 +382,7 @@ class CacheConfig:
         )
         require(
             not self.kv_store or bool(self.kv_host_memory),
-            "kv_store needs kv_host_memory, through which its blocks go",
+            "kv_store needs kv_host_memory, through which its blocks pass",
         )
         require(
             bool(self.kv_store_size) == (bool(self.kv_store) and not objects),
@@ -402,51 +401,52 @@ class NodeConfig(ServerConfig):
     transfer: TransferConfig = TransferConfig()
     cache: CacheConfig = CacheConfig()
     served_model_name: str = ""
-    """The name that clients use; empty takes the model's own."""
+    """Model name for clients; empty takes the model's own."""
     chat_template: str = ""
     """A Jinja file that replaces the model's chat template."""
     trust_request_chat_template: bool = False
     """Requests may bring a chat template: a Jinja program in a sandbox."""
     tool_call_parser: str = "auto"
     """Syntax of the model's tool calls: hermes (Qwen too), qwen3_coder, llama3_json, mistral,
-    deepseek_v3, json; auto takes it from the chat template or the model's type, none finds no calls.
+    deepseek_v3, json; auto takes it from the chat template or the model's type, none disables
+    parsing.
     """
     reasoning_parser: str = "auto"
-    """Syntax of the model's reasoning: qwen3, deepseek_r1, mistral; auto as for tool_call_parser, none
-    leaves it in the content.
+    """Syntax of the model's reasoning: qwen3, deepseek_r1, mistral; auto as for tool_call_parser,
+    none leaves it in the content.
     """
     tool_parser_plugin: str = ""
-    """Python file, run at start, that adds parsers of tool calls and reasoning."""
+    """Python file, run at startup, that adds parsers of tool calls and reasoning."""
     start_deadline_s: Positive = 600.0
     """The engine process must be ready within this time."""
     router: tuple[str, ...] = ()
-    """A router for this node's heartbeats, udp://HOST:PORT with its heartbeat_port. Give it again
-    for more.
+    """A router for this node's heartbeats, udp://HOST:PORT with its heartbeat_port. Repeat it for
+    more.
     """
 
     def __post_init__(self) -> None:
         ServerConfig.__post_init__(self)
         require(
             bool(self.ssl_cert_reqs) or not self.ssl_ca_certs,
-            "ssl_ca_certs is for clients' certificates and none is asked for; set ssl_cert_reqs "
+            "ssl_ca_certs is for clients' certificates, and none are required; set ssl_cert_reqs "
             "2, too",
         )
         for router in self.router:
             host, _ = udp_address(router)
             require(
                 bool(self.api_key) or is_loopback(host),
-                f"router {router} is on another machine and hears only who signs with its "
+                f"router {router} is on another machine and accepts only heartbeats signed with its "
                 "node_api_key; set the same KVRELAY_NODE_API_KEY on all",
             )
         require(
             not self.router or self.role is not Role.AGGREGATED,
-            "router is for prefill and decode nodes: a router has no use for a node alone",
+            "router is for prefill and decode nodes: a router cannot use a node that serves alone",
         )
         require(
             not self.cache.kv_host_memory
             or (self.transfer.kv_checksums > 0 and self.engine.enable_prefix_caching),
             "kv_host_memory needs enable_prefix_caching, and kv_checksums above 0 (for example "
-            "0.001), by which blocks are checked when they come back",
+            "0.001), to check blocks when they come back",
         )
         for name, known in (
             ("tool_call_parser", TOOL_CALL_PARSERS),

@@ -112,7 +112,7 @@ class ConfigError(KvrelayError):
 
 
 class RequestError(KvrelayError):
-    """A wrong request, which would be wrong again."""
+    """A wrong request, which would fail again."""
 
     status = 400
     type = "invalid_request_error"
@@ -147,7 +147,7 @@ class RequestTimeout(RequestError):
 
 
 class Conflict(RequestError):
-    """A request that the present state forbids."""
+    """A request that the current state does not allow."""
 
     status = 409
 
@@ -168,11 +168,11 @@ class Unavailable(KvrelayError):
 
 
 class NoNode(Unavailable):
-    """A role of which no node is up."""
+    """A role without a running node."""
 
 
 class EngineDead(Unavailable):
-    """An engine process that has ended or not begun."""
+    """An engine process that has ended or not started yet."""
 
     code = "engine_dead"
 
@@ -199,7 +199,7 @@ class RateLimited(Unavailable):
 
 
 class PoisonRequest(KvrelayError):
-    """A request with which nodes died; it is refused for a while."""
+    """A request that killed nodes; it is refused for a while."""
 
     status = 503
     type = "service_unavailable"
@@ -207,7 +207,7 @@ class PoisonRequest(KvrelayError):
 
 
 class NodeFailed(KvrelayError):
-    """A node that broke after the router had chosen it."""
+    """A node that failed after the router had chosen it."""
 
     status = 502
     type = "node_failed"
@@ -217,15 +217,15 @@ _CAUSES = {
     "Incompatible": "the two nodes may not exchange KV",
     "PeerLost": "its prefill node is gone or was restarted",
     "LeaseLost": "its prefill node no longer held it",
-    "TransferTimeout": "the transfer did not end within its deadline",
-    "KvCorrupted": "what arrived is not what its prefill node sent",
+    "TransferTimeout": "the transfer did not finish within its deadline",
+    "KvCorrupted": "it differs from what its prefill node sent",
 }
 KV_CAUSES = tuple(sorted((*_CAUSES, "TransferError")))
 """Names of causes, for metrics."""
 
 
 class RequestBroke(NodeFailed):
-    """A node that failed as it read the request."""
+    """A node that failed while reading the request."""
 
     status = 500
     type = "internal_error"
@@ -236,7 +236,7 @@ class RequestBroke(NodeFailed):
 
 
 class KvNotLoaded(KvrelayError):
-    """A decode node whose KV did not come, with kv_load_failure_policy fail."""
+    """A decode node whose KV did not arrive, with kv_load_failure_policy fail."""
 
     status = 502
     type = "kv_not_loaded"
@@ -248,7 +248,7 @@ class KvNotLoaded(KvrelayError):
 
         A TransferError's own message may name addresses, so `why` replaces it for clients.
         """
-        words = why or _CAUSES.get(cause, "the transfer broke")
+        words = why or _CAUSES.get(cause, "the transfer failed")
         return cls(
             f"the KV of this request could not be loaded: {words} ({cause}); send the request "
             f"again, or start the "
@@ -278,7 +278,7 @@ class PeerLost(TransferError):
 
 
 class LeaseLost(TransferError):
-    """A lease that has ended."""
+    """A lease that has expired or been lost."""
 
 
 class TransferTimeout(TransferError):
@@ -286,7 +286,7 @@ class TransferTimeout(TransferError):
 
 
 class KvCorrupted(TransferError):
-    """A block that differs from its source by checksum."""
+    """A block whose checksum differs from its source's."""
 
 
 def without_frames(why: _E) -> _E:

@@ -32,28 +32,28 @@ _Limit = Annotated[int, Meta(ge=0, description="0 is no limit")]
 
 @dataclass(frozen=True, slots=True)
 class KeyConfig:
-    """An API key. `kvrelay key NAME` draws one and prints the first two fields."""
+    """An API key. `kvrelay key NAME` generates one and prints the first two fields."""
 
     name: str
-    """The name of its owner: for logs, metrics and fair shares."""
+    """The owner's name, for logs, metrics and fair shares."""
     sha256: str
     """SHA-256 of the key, in hexadecimal; a plain hash is enough for a random key."""
     weight: Annotated[float, Meta(ge=1e-6, le=1e6)] = 1.0
-    """The key's share of waiting requests, against other keys'."""
+    """The key's share of waiting requests, relative to other keys'."""
     priority: Priority = 0
-    """Priority of requests that ask for none, and the lowest (most important) that they may ask for."""
+    """Default priority of requests, and the lowest (most important) that they may ask for."""
     requests_per_minute: _Limit = 0
     """0 is no limit."""
     tokens_per_minute: _Limit = 0
     """Tokens of prompts and answers; 0 is no limit."""
     max_running: _Limit = 0
-    """Requests under way at once, with waiting ones; 0 is no limit."""
+    """Requests under way at once, including waiting ones; 0 is no limit."""
     max_queue: _Limit = 0
-    """Requests that wait for a node; 0 is no limit but the router's."""
+    """Requests waiting for a node; 0 leaves only the router's limit."""
     pin_share: Share = 0.25
-    """Share of each node's KV that its requests may pin."""
+    """Share of each node's KV that the key's requests may pin."""
     models: tuple[str, ...] = ()
-    """Models and adapters that it may ask for; empty allows all."""
+    """Models and adapters that the key may use; empty allows all."""
     admin: bool = False
     """May change what the cluster serves."""
 
@@ -113,23 +113,23 @@ class RouterConfig(ServerConfig):
     """Base URLs of decode nodes."""
     heartbeat_port: Port = 0
     """UDP port on which nodes announce themselves (their --router), signed with node_api_key; 0
-    hears none.
+    opens none.
     """
     kubernetes_selector: str = ""
     """Label selector of pods that are nodes, with a label kvrelay/role (prefill or decode); empty
-    asks no API server.
+    looks for no pods.
     """
     kubernetes_namespace: str = ""
     """Namespace of these pods; empty takes the router's own."""
     alias: tuple[str, ...] = ()
-    """Another name for a model or adapter, name=model. Give it again for more."""
+    """Another name for a model or adapter, name=model. Repeat it for more."""
     workers: Annotated[int, Meta(gt=0, le=MAX_WORKERS)] = 1
-    """Processes that share the port, with a parent for what they have in common."""
+    """Processes that share the port, under one parent."""
     keys: tuple[KeyConfig, ...] = ()
     """More API keys, each with its name, hash, limits and share; in a file a list of mappings."""
     isolate_keys: bool = False
-    """Share the KV of prompts within one API key only. Otherwise cached_tokens and first-token
-    times tell a key what prompts others sent.
+    """Share the KV of prompts only within one API key. Otherwise cached_tokens and first-token
+    times reveal what prompts others sent.
     """
     node_api_key: str = field(default="", repr=False)
     """Sent to the nodes."""
@@ -138,15 +138,16 @@ class RouterConfig(ServerConfig):
     those routes closed.
     """
     drain_deadline_s: Annotated[float, Meta(gt=0, le=MAX_DRAIN_S)] = 30.0
-    """At the end, requests under way may take this long; an hour at most."""
+    """Time for requests under way to finish at shutdown; an hour at most."""
     connect_deadline_s: Positive = 2.0
-    """A connection to a node must stand within this time."""
+    """A connection to a node must be established within this time."""
     health_interval_s: Positive = 0.5
     """Time between two health checks of a node."""
     health_deadline_s: Positive = 2.0
     """A health check must be answered within this time."""
     max_queue: Count = 1000
-    """Waiting requests of each model while all nodes are busy; more get 429. Divided among workers.
+    """Most waiting requests per model while all nodes are busy; more get 429. Divided among
+    workers.
     """
     ttft_target_ms: Annotated[float, Meta(ge=0)] = 0.0
     """Refuse requests at once, with 429, whose first token would come later; 0 refuses none.
@@ -159,19 +160,19 @@ class RouterConfig(ServerConfig):
     a stricter x-slo-tpot-ms.
     """
     max_connections: Some = 16384
-    """Clients' connections at once; more get 503. Divided among workers."""
+    """Most client connections at once; more get 503. Divided among workers."""
     node_ssl_certfile: str = ""
     """PEM file with the certificate for https:// nodes that ask for one (their ssl_cert_reqs)."""
     node_ssl_keyfile: str = ""
-    """PEM file with its private key, if that is a file of its own."""
+    """PEM file with its private key, if in a separate file."""
     attempts: Some = 3
-    """Nodes on which a leg is tried before the client gets an error."""
+    """Nodes to try for a prefill or decode request before the client gets an error."""
     prefill_policy: Policy = PRICE
     """How a prefill node is chosen: by price, or by a policy (prefix, session, least_queue,
     round_robin), with which no decode node computes a prompt that a prefill node can.
     """
     decode_policy: Policy = PRICE
-    """How a decode node is chosen: one of the same."""
+    """How a decode node is chosen: one of the same policies."""
     strict_roles: bool = False
     """Decode nodes never compute a prompt that a prefill node can, and no node changes its role by
     itself.

@@ -20,36 +20,37 @@ class ServerConfig:
     port: Port = 8000
     """Port to listen on."""
     api_key: str = field(default="", repr=False)
-    """If set, clients must send `Authorization: Bearer <api_key>`, except to ask for health."""
+    """If set, clients must send `Authorization: Bearer <api_key>`, except for health checks."""
     ssl_certfile: str = ""
     """PEM file with the server's certificate and chain, to serve https."""
     ssl_keyfile: str = ""
-    """PEM file with the certificate's private key, if that is a file of its own."""
+    """PEM file with the certificate's private key, if in a separate file."""
     ssl_ca_certs: str = ""
-    """PEM file with the authorities of clients' certificates, with ssl_cert_reqs; a router trusts
-    them for https:// nodes, too, where empty takes the system's.
+    """PEM file with the authorities of clients' certificates, with ssl_cert_reqs; a router also
+    trusts them for https:// nodes, where empty takes the system's.
     """
     ssl_cert_reqs: Literal[0, 1, 2] = 0
-    """2 serves only clients with a certificate of ssl_ca_certs, health checks too; 1 checks one
-    that a client brings; 0 asks for none.
+    """2 serves only clients with a certificate from ssl_ca_certs, even for health checks; 1 checks
+    certificates that clients present; 0 asks for none.
     """
     root_path: str = ""
     """The path under which a proxy serves this, for example /llm, whether or not the proxy strips
     it from requests.
     """
     allowed_origins: tuple[str, ...] = ()
-    """Origins whose pages may ask from a browser, for example '["https://chat.example"]'; ["*"]
-    allows all. None by default, unlike vLLM: without a key, every page that somebody in this
-    network visits could ask.
+    """Origins whose pages may send requests from a browser, for example '["https://chat.example"]';
+    ["*"] allows all. None by default, unlike vLLM: without a key, any page visited from this
+    network could.
     """
     allowed_methods: tuple[str, ...] = ("*",)
     """Methods that these pages may use."""
     allowed_headers: tuple[str, ...] = ("*",)
     """Headers that these pages may send."""
     allow_credentials: bool = False
-    """Let these pages send what the browser adds, such as a client's certificate; not with ["*"]."""
+    """Let these pages send what the browser adds, such as a client's certificate; not with ["*"].
+    """
     max_body_bytes: Some = 16 << 20
-    """Longest request body; a hand-over beside it does not count."""
+    """Longest request body, not counting a hand-over in it."""
     request_deadline_s: Positive = 600.0
     """A request may take this long."""
     log_bodies: bool = False
@@ -57,8 +58,8 @@ class ServerConfig:
     log_format: LogFormat = "text"
     """Log lines as text or json (an object each, with request and trace ids)."""
     otlp_traces_endpoint: str = ""
-    """Send a trace of each request there by OTLP over HTTP, for example
-    http://127.0.0.1:4318/v1/traces; empty: to OTEL_EXPORTER_OTLP_ENDPOINT, if that is set.
+    """Send a trace of each request to this address by OTLP over HTTP, for example
+    http://127.0.0.1:4318/v1/traces; empty takes OTEL_EXPORTER_OTLP_ENDPOINT, if set.
     """
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ __all__ = ["REMEDIES", "error_pieces", "tree"]
 
 REMEDIES = {
     "KvrelayError": "A defect of ours. The log of the process that answered says more; report it.",
-    "ConfigError": "The sentence says which value is wrong and what to write instead.",
+    "ConfigError": "The message says which value is wrong and what to write instead.",
     "RequestError": "`param` names the field, the message the limit. The same request fails "
     "again: change it.",
     "Unauthorized": "Send the key as `Authorization: Bearer KEY` or in `x-api-key`.",
@@ -20,12 +20,12 @@ REMEDIES = {
     "one.",
     "NotFound": "`GET /v1/models` lists the models; a router knows a node's model as soon as the "
     "node is up.",
-    "RequestTimeout": "Send the whole body at once; look at the network between client and router.",
-    "Conflict": "The sentence names what stands against it, and how to go on.",
+    "RequestTimeout": "Send the whole body at once; check the network between client and router.",
+    "Conflict": "The message names the conflict and how to proceed.",
     "BodyTooLarge": "Send less, or raise `--max-body-bytes` on the router and the nodes.",
     "Unavailable": "Try again after `Retry-After`.",
     "NoNode": "Start a node of that role. `GET /health` of the router says why each node is down.",
-    "EngineDead": "While a node starts this is normal. Later the last line of its log says why.",
+    "EngineDead": "Normal while a node starts. Afterwards the last line of its log says why.",
     "Draining": "Nothing: the router takes another node. Without a router, ask another node.",
     "Overloaded": "Wait for `Retry-After`; if it lasts, add nodes of the role that is busy.",
     "RateLimited": "Wait for `Retry-After`, or raise the key's limits.",
@@ -40,7 +40,7 @@ REMEDIES = {
     "TransferError": "Nothing, for a client: the decode node computes what is missing. Watch "
     "`kvrelay_fetches_failed_total`.",
     "Incompatible": "Start all nodes with the same model, dtype, block size and KV dtype.",
-    "PeerLost": "See why the prefill node ended; if it did not, look at the network between the "
+    "PeerLost": "See why the prefill node ended; if it did not, check the network between the "
     "nodes.",
     "LeaseLost": "Raise `--lease-s` if heartbeats are lost under load.",
     "KvCorrupted": "Remove the node that the log names, then test its memory, GPU and network "

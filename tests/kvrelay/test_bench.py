@@ -120,7 +120,7 @@ async def test_failed_requests_end_with_1(
         ("--rate 1 --url http://a:1,nowhere", "nowhere"),
         ("--rate 1 --output a.txt", "must end with .json"),
         ("--rate 1 --trace none.jsonl", "none.jsonl"),
-        ("--find-rate --rate 1,2", "begins at one rate"),
+        ("--find-rate --rate 1,2", "starts from one rate"),
     ],
 )
 def test_what_makes_no_sense_is_said_before_anything_is_asked(

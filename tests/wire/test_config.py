@@ -109,7 +109,7 @@ def ranks(**given: Any) -> RanksConfig:
         (
             TransferConfig,
             {"cluster_secret": "fifteen letters"},
-            "cluster_secret must have at least 16 characters, got 15; draw one",
+            "cluster_secret must have at least 16 characters, got 15; generate one",
         ),
         (
             TransferConfig,
@@ -160,7 +160,7 @@ def ranks(**given: Any) -> RanksConfig:
         (store, {"kv_store_size": 9}, "kv_store_size is 9 with kv_store ''"),
         (store, {"kv_store": "s3://bucket", "kv_host_memory": 0}, "kv_store needs kv_host_memory"),
         (ranks, {}, "name rank 0's host:port with tensor_parallel_address"),
-        (ranks, {"tensor_parallel_address": "h:1"}, "say with tensor_parallel_size_local how many"),
+        (ranks, {"tensor_parallel_address": "h:1"}, "set tensor_parallel_size_local to the number"),
         (
             ranks,
             {"tensor_parallel_address": "h:1", "tensor_parallel_size_local": 2},
