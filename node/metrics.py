@@ -86,7 +86,7 @@ _COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "kvrelay_fetches_failed": ("KV fetches that failed, by cause", "cause", KV_CAUSES),
     "kvrelay_pulls_failed": (
-        "KV asked of another node's prefix cache that did not come, by cause",
+        "Pulls of KV from another node's prefix cache that failed, by cause",
         "cause",
         ("NotHeld", "NoSeat", *KV_CAUSES),
     ),
@@ -116,7 +116,7 @@ _GAUGES = {
     "kvrelay_blocks": ("KV blocks of the pool", "load.total_blocks"),
     "kvrelay_blocks_held": ("KV blocks kept under a lease for a decode node", "held_blocks"),
     "kvrelay_blocks_pinned": (
-        "KV blocks that are evicted last, as requests wished",
+        "KV blocks to be evicted last, as requests asked",
         "pinned_blocks",
     ),
     "kvrelay_blocks_quarantined": (
@@ -157,7 +157,7 @@ _ENGINE_COUNTERS = {
         "pulled_tokens",
     ),
     "kvrelay_pins_refused": (
-        "Requests whose KV was not pinned, or in part: the budget of its key or node was spent",
+        "Requests whose KV was not or only partly pinned: the key's or node's budget was spent",
         "pins_refused",
     ),
     "kvrelay_fetches": ("KV fetches started", "transfers.fetches"),
@@ -167,7 +167,7 @@ _ENGINE_COUNTERS = {
     ),
     "kvrelay_fetched_bytes": ("KV bytes fetched from prefill nodes", "transfers.fetched_bytes"),
     "kvrelay_fetch_seconds": (
-        "Time in which fetched KV was waited for, prompts computed",
+        "Time spent waiting for KV of prompts already computed",
         "transfers.fetch_s",
     ),
     "kvrelay_fetch_checked_blocks": (
@@ -187,15 +187,18 @@ _ENGINE_COUNTERS = {
         "Leases ended by their reader or by the router",
         "transfers.leases_released",
     ),
-    "kvrelay_leases_expired": ("Leases that nobody ended in time", "transfers.leases_expired"),
+    "kvrelay_leases_expired": (
+        "Leases that expired because nobody ended them in time",
+        "transfers.leases_expired",
+    ),
 } | {
     f"kvrelay_tier_{tier}_{field}_blocks": (f"KV blocks {text} {place}", f"{tier}.{field}")
     for tier, place in _TIERS.items()
     for field, text in (
         ("stored", "that came into"),
-        ("loaded", "that were asked of"),
+        ("loaded", "requested from"),
         ("evicted", "that made room for others in"),
-        ("corrupt", "dropped, as they were not what had been stored in"),
+        ("corrupt", "dropped because they differed from what had been stored in"),
         ("failed", "that could not be found, read or written in time in"),
     )
 }

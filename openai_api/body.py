@@ -240,7 +240,7 @@ _STRUCTURED = "send it in structured_outputs"
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "suffix": (
         ("",),
-        "the models served here write on from the end of a text; put all of it into the prompt",
+        "models here only continue from the end of a text; put all of it into the prompt",
     ),
     "best_of": ((1,), "send n, and choose by logprobs"),
     "functions": (([],), "send tools, which replaced it"),

@@ -100,7 +100,7 @@ OPERATIONS = (
     _Operation(
         "post",
         "/v1/load_lora_adapter",
-        "Load a LoRA adapter, which is a model's name from then on; where nodes allow it.",
+        "Load a LoRA adapter, whose name then works as a model, if nodes allow it.",
         (LoadAdapterRequest,),
     ),
     _Operation(
@@ -109,7 +109,7 @@ OPERATIONS = (
     _Operation(
         "post",
         "/tokenize",
-        "A request's prompt as token ids, with `return_token_strs` also as their texts.",
+        "A request's prompt as token ids, with `return_token_strs` also as texts.",
         (TokenizePrompt, TokenizeChat),
     ),
     _Operation("post", "/detokenize", "Token ids as a text.", (DetokenizeRequest,)),

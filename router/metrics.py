@@ -160,7 +160,7 @@ class Metrics(Collector):
         )
         self.full = counter(
             "kvrelay_router_full_nodes",
-            "Requests that a node had no room for, and that another got.",
+            "Requests moved to another node because one had no room.",
             "leg",
             zeros=_LEGS,
         )
@@ -253,7 +253,7 @@ class Metrics(Collector):
             ("queue_waiting", "Requests that wait to begin.", self.waiting()),
             (
                 "waiting_for_room",
-                "Begun requests that wait for a place on a node, again.",
+                "Requests already begun that wait for room on a node again.",
                 self.waiting_for_room(),
             ),
         ):

@@ -92,7 +92,7 @@ def _complain(pod: str, why: str) -> None:
 def listed_gauge(registry: CollectorRegistry) -> Gauge:
     return Gauge(
         "kvrelay_router_kubernetes_listed_timestamp_seconds",
-        "When the pods were last listed whole, as Unix time; 0: not yet.",
+        "When all pods were last listed, as Unix time; 0: not yet.",
         registry=registry,
     )
 
