@@ -133,5 +133,5 @@ def base_url(typed: str) -> str:
     plain = typed.strip().rstrip("/").removesuffix("/v1").rstrip("/")
     url = f"http://{plain}" if is_address(plain) else plain
     like = f"{plain}:8000" if re.fullmatch(r"[\w.-]+", plain) else "http://127.0.0.1:8000"
-    require(is_base_url(url), f"{typed!r} is no address of a server; give one like {like}")
+    require(is_base_url(url), f"{typed!r} is not a server's address; give one like {like}")
     return url

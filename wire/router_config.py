@@ -188,7 +188,7 @@ class RouterConfig(ServerConfig):
         self._check_entry()
         require(
             not self.isolate_keys or bool(self.api_key or self.keys),
-            "isolate_keys keeps API keys apart and there is none; set api_key or keys, too",
+            "isolate_keys separates API keys, but there are none; set api_key or keys, too",
         )
         for url in (*self.prefill, *self.decode):
             require(
@@ -204,13 +204,12 @@ class RouterConfig(ServerConfig):
         require(
             not self.kubernetes_namespace or bool(self.kubernetes_selector),
             f"kubernetes_namespace {self.kubernetes_namespace!r} needs kubernetes_selector, which "
-            f"chooses its pods",
+            f"selects its pods",
         )
         require(
             re.fullmatch(r"([a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)?", self.kubernetes_namespace)
             is not None,
-            f"kubernetes_namespace {self.kubernetes_namespace!r} is not a name that a namespace "
-            f"can have",
+            f"kubernetes_namespace {self.kubernetes_namespace!r} is not a valid namespace name",
         )
         names = list(self.aliases)
         require(

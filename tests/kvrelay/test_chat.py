@@ -59,9 +59,9 @@ def test_piped_questions_are_answered_line_by_line_with_history(
 @pytest.mark.parametrize(
     ("flags", "code", "said"),
     [
-        (["--url", "ftp://r"], 2, "'ftp://r' is no address of a server"),
-        (["--url", "10.0.0.1/v1"], 2, "no address of a server; give one like 10.0.0.1:8000"),
-        (["--url", ""], 2, "'' is no address of a server"),
+        (["--url", "ftp://r"], 2, "'ftp://r' is not a server's address"),
+        (["--url", "10.0.0.1/v1"], 2, "not a server's address; give one like 10.0.0.1:8000"),
+        (["--url", ""], 2, "'' is not a server's address"),
         (["--url", "127.0.0.1:1"], 1, "no OpenAI server answers at http://127.0.0.1:1 ("),
     ],
 )
