@@ -133,7 +133,7 @@ def _replay(
 ) -> int:
     """Replay a router's log in the simulator, with other nodes or another policy.
 
-    Of a trace it tells which tokens of prompts were found, and why others were not. Give
+    For a trace, show which prompt tokens were found, and why others were not. Give
     --kv-host-memory several times to compare.
     """
     from kvrelay.planner.rate_card import read_card

@@ -46,7 +46,7 @@ class BenchConfig:
     long-context (65536:256), reasoning (512:4096), or IN:OUT.
     """
     spread: _NotNegative = 0.0
-    """Standard deviation of log-normal lengths, in means; 0: all equal."""
+    """Standard deviation of log-normal lengths, as a multiple of the mean; 0: all equal."""
     agents: str = ""
     """Sessions of agents, instead of lengths: fleet (tools, sub-agents, four system prompts) or
     llm-d (long system prompts), with changes, as in fleet,turns=4:20,gap_s=1:60.
@@ -60,7 +60,7 @@ class BenchConfig:
     arrivals: ArrivalProcess = "poisson"
     """poisson, bursty, constant, or trace: the times of --trace, stretched to --rate if given."""
     variation: _Positive = 2.0
-    """Standard deviation of the gaps of bursty arrivals, in means; 1 is poisson."""
+    """Standard deviation of bursty arrivals' gaps, as a multiple of the mean; 1 is poisson."""
     concurrency: Count = 0
     """Clients, each asking again once answered (closed loop); 1 with --requests alone."""
     requests: Count = 0
@@ -96,7 +96,7 @@ class BenchConfig:
     ignore_eos: bool = True
     """Ask for answers of full length. Not every server supports this."""
     vocab_size: int = 32_000
-    """Upper bound of the token ids in prompts."""
+    """Prompts use token ids below this."""
     seed: int = 0
     """Seed of prompts and arrivals; 0 takes the clock, so no server has the prompts cached."""
 

@@ -83,7 +83,7 @@ class Metrics(Collector):
         self.waiting_for_room: _Levels = dict
         self._wait = histogram(
             "kvrelay_router_queue_wait_seconds",
-            "Time in the router's queue, of those that waited and began.",
+            "Time in the router's queue, for requests that waited and began.",
             labelnames=(),
         )
         self._refused = counter(

@@ -50,7 +50,7 @@ class ServerConfig:
     """Let these pages send what the browser adds, such as a client's certificate; not with ["*"].
     """
     max_body_bytes: Some = 16 << 20
-    """Longest request body, not counting a hand-over in it."""
+    """Longest request body, not counting a hand-over sent with it."""
     request_deadline_s: Positive = 600.0
     """A request may take this long."""
     log_bodies: bool = False
