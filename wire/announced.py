@@ -84,7 +84,8 @@ class Announced:
         self._tokens.add(self._new_tokens, now)
         self._prompts.add(self._new_prompts_ms, now)
         self._new_tokens = self._new_prompts_ms = 0.0
-        self.token_rate, self.prompt_share = max(0.0, self._tokens.at(now)), self._prompts.at(now)
+        means = self._tokens, self._prompts  # below 0 if what is taken back has partly faded
+        self.token_rate, self.prompt_share = (max(0.0, mean.at(now)) for mean in means)
         passed, self._at = max(0.0, now - self._at), now
         if costs is not None:
             decoding = self.token_rate * (costs.row + costs.row_context * context / max(1, rows))
