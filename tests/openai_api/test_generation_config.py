@@ -93,5 +93,5 @@ def test_a_folder_without_the_file_and_an_unknown_name_are_refused(tmp_path: Pat
         ConfigError, match=r"auto, vllm or a folder with a generation_config.json, got 'none'"
     ):
         defaults(str(tmp_path), "none")
-    with pytest.raises(ConfigError, match=r"sets 'eos_token_id'; it can set temperature, top_p"):
+    with pytest.raises(ConfigError, match=r"cannot set 'eos_token_id', only temperature, top_p"):
         EngineConfig("m", override_generation_config={"eos_token_id": 3})
