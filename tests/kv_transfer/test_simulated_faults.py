@@ -19,7 +19,7 @@ from kvrelay.kv_transfer.fetches import FetchTable
 from kvrelay.kv_transfer.offers import Offers
 from kvrelay.node.pulls import Pulls
 
-COUNT = 1000
+COUNT = 500
 # Enough for each of the mutants below, several times over.
 MUTANT_COUNT = 3000
 

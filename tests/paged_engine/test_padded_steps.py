@@ -100,8 +100,8 @@ def test_a_padded_step_has_the_logits_of_the_step(tmp_path, device) -> None:
     rng, scheduler = random.Random(1), make(BLOCKS, max_model_len=LONGEST, max_num_seqs=SLOTS)
     slots = Slots(SLOTS, max_blocks=plain.uploads.max_blocks, block_size=BLOCK)
     used = set()
-    for turn in range(16):
-        if turn < 6:
+    for turn in range(12):
+        if turn < 4:
             prompt = [rng.randrange(3, 250) for _ in range(rng.randint(2, 40))]
             scheduler.add(request(f"r{turn}", prompt, max_tokens=rng.randint(2, 6)))
         plan = scheduler.schedule(float(turn))
