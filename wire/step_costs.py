@@ -161,6 +161,8 @@ class StepCosts(msgspec.Struct, frozen=True):
 
 _MOST_MOVED, _MOST_OFF = 1.03, 16.0
 _PROMPTS = StepCosts.__struct_fields__.index("prompts")
+_LEFT_OUT = "prompt_context", "row_context", "prompts"
+"""Costs that are 0, in this order, where points are too few to tell them from the others."""
 
 
 def fitted_costs(points: Sequence[Point]) -> StepCosts:
@@ -184,6 +186,11 @@ def fitted_costs(points: Sequence[Point]) -> StepCosts:
     )  # so that no column decides by its unit alone what is left out
     weighted = terms / scales / times[:, None]
     kept = list(range(terms.shape[1]))
+    rank = np.linalg.matrix_rank
+    for name in _LEFT_OUT:
+        others = [each for each in kept if StepCosts.__struct_fields__[each] != name]
+        if rank(weighted[:, others]) == rank(weighted[:, kept]):
+            kept = others
     while True:
         found = np.linalg.lstsq(weighted[:, kept], np.ones(len(points)), rcond=None)[0]
         bounded = np.where(np.array(kept) == _PROMPTS, 0.0, found)
