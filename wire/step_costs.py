@@ -160,14 +160,12 @@ class StepCosts(msgspec.Struct, frozen=True):
 
 
 _MOST_MOVED, _MOST_OFF = 1.03, 16.0
-_PROMPTS = StepCosts.__struct_fields__.index("prompts")
-_LEFT_OUT = "prompt_context", "row_context", "prompts"
-"""Costs that are 0, in this order, where points are too few to tell them from the others."""
+_PROMPTS, _PROMPT_CONTEXT = map(StepCosts.__struct_fields__.index, ("prompts", "prompt_context"))
 
 
 def fitted_costs(points: Sequence[Point]) -> StepCosts:
     """Return the costs with the least squared relative errors; only that of prompts may be
-    negative.
+    negative. What is before a prompt's tokens has a cost if a point has some.
     """
     import numpy as np  # late, because routers do without
 
@@ -186,11 +184,9 @@ def fitted_costs(points: Sequence[Point]) -> StepCosts:
     )  # so that no column decides by its unit alone what is left out
     weighted = terms / scales / times[:, None]
     kept = list(range(terms.shape[1]))
-    rank = np.linalg.matrix_rank
-    for name in _LEFT_OUT:
-        others = [each for each in kept if StepCosts.__struct_fields__[each] != name]
-        if rank(weighted[:, others]) == rank(weighted[:, kept]):
-            kept = others
+    if not any(start for _, _, _, start, _ in points):
+        # One slow step would pass for a cost that grows with the square of the length.
+        del kept[_PROMPT_CONTEXT]
     while True:
         found = np.linalg.lstsq(weighted[:, kept], np.ones(len(points)), rcond=None)[0]
         bounded = np.where(np.array(kept) == _PROMPTS, 0.0, found)
