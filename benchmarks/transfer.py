@@ -69,7 +69,7 @@ class End:
         self,
         name: str,
         device: str,
-        kind: Any,
+        kind: str,
         pool_bytes: int,
         block_bytes: int,
         checksums: float,
@@ -97,7 +97,8 @@ class End:
         )  # fmt: skip
         region = PoolRegion(self._pool.data_ptr(), self.num_blocks, block_bytes, device)
         # A machine's first launch of a kernel may hold up heartbeats for several seconds.
-        config = TransferConfig(kv_connector=kind, kv_checksums=checksums, lease_s=START_S)
+        asked = {"kv_connector": kind, "kv_checksums": checksums, "lease_s": START_S}
+        config = msgspec.convert(asked, TransferConfig)
         self.connector: TransferEngine = TransferEngine(
             name,
             fingerprint,
