@@ -119,7 +119,7 @@ def copy_all(copies: Sequence[tuple[int, int, int]], stream: int) -> None:
         numbers(*sizes),
         ctypes.c_size_t(many),
         ctypes.byref(_Attributes(_IN_STREAM_ORDER)),
-        ctypes.byref(ctypes.c_size_t(0)),  # these are the attributes from the first copy on
+        ctypes.byref(ctypes.c_size_t(0)),  # all copies from the first on have these attributes
         ctypes.c_size_t(1),
         *failed,
         ctypes.c_void_p(stream),

@@ -165,7 +165,7 @@ _PROMPTS, _PROMPT_CONTEXT = map(StepCosts.__struct_fields__.index, ("prompts", "
 
 def fitted_costs(points: Sequence[Point]) -> StepCosts:
     """Return the costs with the least squared relative errors; only that of prompts may be
-    negative. What is before a prompt's tokens has a cost if a point has some.
+    negative. `prompt_context` is 0 unless a prompt behind other tokens was measured.
     """
     import numpy as np  # late, because routers do without
 

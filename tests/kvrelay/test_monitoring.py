@@ -124,8 +124,9 @@ WRONG_AND_RIGHT: dict[str, dict[str, tuple[str, str]]] = {
         f"process_max_fds{{{NODE}}}": ("1000x99", "1000x99"),
     },
 }
-"""Series of 25 minutes by alert, a sample each 15 s, with values at whose end it fires, and others at
-whose end it does not.
+"""Pairs of series by alert: with the first ones it fires at the end, with the second ones not.
+
+They last 25 minutes, with a sample every 15 s.
 """
 
 
