@@ -104,7 +104,7 @@ STAGES = 3
 # An undisturbed copy takes less than 100 us.
 SETTLE_S, POLL_S = 0.1, 20e-6
 # How long a reader waits for the source's reason after a break.
-HEAR_S = 0.25
+HEAR_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +175,7 @@ class Pair(abc.ABC):
         self._begun = 0  # of these
         self._unwanted = False  # unless there is something to do
         self._changed = threading.Condition()  # guards all of the above, and the pool
+        self._ending = threading.Lock()  # transfers left go where the first to end it says
         self.thread = threading.Thread(target=self._run, name="kv-pair", daemon=True)
 
     def make_room(self) -> None:
@@ -192,22 +193,23 @@ class Pair(abc.ABC):
 
     def end(self, error: TransferError) -> list[Transfer]:
         """End at once, as `abort`; return transfers for another pair."""
-        with self._changed:
-            first, self.over = self.over is None, self.over or error
-            communicator, lane = self._communicator, self._lane
-            self._changed.notify_all()
-        if first:
-            self._say(Part(self.name, error.message))
-        self._terms.budget.nudge()
-        if first and communicator is not None:
-            communicator.interrupt()
-        if lane is None or within(SETTLE_S, lane.settled):
+        with self._ending:
             with self._changed:
-                left = list(self._jobs)
-                self._jobs.clear()
-            return left
-        # The pair's own thread, with the communicator closed.
-        return []
+                first, self.over = self.over is None, self.over or error
+                communicator, lane = self._communicator, self._lane
+                self._changed.notify_all()
+            if first:
+                self._say(Part(self.name, error.message))
+            self._terms.budget.nudge()
+            if first and communicator is not None:
+                communicator.interrupt()
+            if lane is None or within(SETTLE_S, lane.settled):
+                with self._changed:
+                    left = list(self._jobs)
+                    self._jobs.clear()
+                return left
+            # The pair's own thread, with the communicator closed.
+            return []
 
     def _run(self) -> None:
         wake_in_time()

@@ -18,7 +18,7 @@ import pytest
 import torch
 import zmq
 from engine_node import wait_until
-from fake_nccl import FakeNccl
+from fake_nccl import FakeCommunicator, FakeNccl
 from peer_process import peer_process
 
 from kvrelay.kv_transfer import nccl_pairs
@@ -378,6 +378,29 @@ def test_memory_cap_holds_over_all_pairs_and_idle_ones_make_room(
             assert reader.ended(handle)
             assert reader.digest([9]) == source.digest([turn])
             assert source.backend.budget.used_bytes <= 2 * pair_bytes
+
+
+def test_a_read_under_way_as_the_source_closes_its_idle_pair_is_made_again(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair_bytes = nccl_pairs.STAGES * SMALL[2]
+    source = start(*SMALL, memory_cap_bytes=pair_bytes)
+    slow, other = start(*SMALL), start(*SMALL)
+    meet(slow, source)
+    meet(other, source)
+    read(slow, source, [1], [2])
+
+    def interrupt(communicator: FakeCommunicator) -> None:
+        communicator.close()
+        time.sleep(0.1)  # the pair's own thread finds out first
+
+    monkeypatch.setattr(FakeCommunicator, "interrupt", interrupt)
+    slow.nccl.stopped.set()
+    handle = slow.backend.post_read(source.welcome, [3], [4])  # sent, and not yet received
+    read(other, source, [5], [6])
+    slow.nccl.stopped.clear()
+    assert slow.ended(handle)
+    assert slow.digest([4]) == source.digest([3])
 
 
 def test_a_pair_that_finds_no_room_says_so(start: Start) -> None:
