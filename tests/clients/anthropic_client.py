@@ -1,7 +1,18 @@
 """anthropic: models, a count of tokens, an answer, a stream, a tool call, an object and an error."""
 
+from typing import Literal
+
 import anthropic
-from common import ADD, HELLO, Person, key, model, show, url
+from common import ADD, HELLO, key, model, show, url
+from pydantic import BaseModel
+
+
+class Person(BaseModel):
+    """A person. The library leaves limits of lengths and numbers out of a schema."""
+
+    name: Literal["Ann", "Bob"]
+    age: Literal[7, 8]
+
 
 client = anthropic.Anthropic(base_url=url, api_key=key, max_retries=0)
 asked = {"model": model, "messages": [{"role": "user", "content": HELLO}]}

@@ -1,7 +1,7 @@
 """A router as clients would see it in front of a model that calls tools of its own accord.
 
-The embedded model is too small for that. So what passes here is as the client sent it, but for one
-field: `structured_outputs`, which holds the model to the call that a larger one would write.
+A model of a test is too small for that. So what passes here is as the client sent it, but for one
+field: `structured_outputs`, which holds the model to what a larger one would write.
 """
 
 from __future__ import annotations
@@ -18,25 +18,28 @@ import msgspec
 
 ASKING_S = 120.0
 FREE = (None, "auto", {"type": "auto"})
+ANSWER = "Hello! How can I help you today?"
 
 
 def held(body: dict[str, Any], calls: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Add the calls that the model is to write to a request's body, if the request leaves it to the
-    model.
+    """Add what the model is to write to a request's body, if the request leaves it to the model.
 
-    `calls`: arguments by name of tool. Results of tools are answered freely.
+    `calls`: arguments by name of tool. Without tools, and when they have answered, it says hello.
     """
+    if body.get("tool_choice") not in FREE or body.get(
+        "response_format", body.get("output_config")
+    ):
+        return body
     last = (body.get("messages") or body.get("input"))[-1]
     answered = isinstance(last, dict) and (
         last.get("role") == "tool" or last.get("type") == "function_call_output"
     )
-    names = [tool.get("function", tool)["name"] for tool in body.get("tools") or ()]
-    if not names or answered or body.get("tool_choice") not in FREE:
-        return body
+    tools = () if answered else body.get("tools") or ()
+    names = [tool.get("function", tool)["name"] for tool in tools]
     calling = ({"name": name, "arguments": calls[name]} for name in names)
     written = (msgspec.json.encode(call).decode() for call in calling)  # each token costs a step
     text = "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in written)
-    return body | {"structured_outputs": {"choice": [text]}}
+    return body | {"structured_outputs": {"choice": [text or ANSWER]}}
 
 
 @contextmanager

@@ -1,5 +1,5 @@
 """Client libraries that people use, each doing what its users do through a 1P1D cluster: URL and
-model changed alone.
+model changed alone. The model is tiny, with the words and the chat template of the embedded one.
 
 Most want another version of the official client than our other tests, so they live in environments
 of their own (conftest.py). The table in docs/guides/clients.md names those that run here.
@@ -16,13 +16,15 @@ from typing import Any
 
 import pytest
 from held_model import held_model
-from real_cluster import EMBEDDED_KEY, Cluster
+from real_cluster import running, tiny_model
 
+from kvrelay.machine import embedded_model
+from kvrelay.openai_api.tokenizer_files import load_tokenizer
 from tests.commands import output_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.model]
 
-KEY, MODEL = EMBEDDED_KEY, "SmolLM2-135M-Instruct"
+KEY, MODEL = "token-abc123", "tiny"
 SCRIPTS = Path(__file__).parents[1] / "clients"
 NUMBERS = {"a": 2, "b": 3}
 COMPLETE = [
@@ -42,9 +44,20 @@ error.
 
 
 @pytest.fixture(scope="module")
-def url(embedded: Cluster) -> Iterator[str]:
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Serve a router whose model calls `add` wherever a request leaves it to the model."""
-    with held_model(embedded.url, {"add": NUMBERS}) as url:
+    folder = tmp_path_factory.mktemp("clients")
+    flags = tiny_model(folder, 512)
+    words, model = load_tokenizer(str(embedded_model())), folder / "tiny"
+    words.backend.save(str(model / "tokenizer.json"))
+    (model / "chat_template.jinja").write_text(words.chat_template)
+    config = json.loads((model / "config.json").read_text())
+    config |= {"vocab_size": words.vocab_size, "eos_token_id": words.eos_token_ids}
+    (model / "config.json").write_text(json.dumps(config))
+    with (
+        running(folder, flags=flags, router_flags=["--api-key", KEY]) as cluster,
+        held_model(cluster.url, {"add": NUMBERS}) as url,
+    ):
         yield url
 
 
