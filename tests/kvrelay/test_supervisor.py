@@ -146,7 +146,8 @@ async def test_warnings_in_a_log_are_shown_and_other_lines_are_not(tmp_path: Pat
         "10:00 WARNING slow peer",
         *(f"ERROR number {index}" for index in range(8)),
     ]
-    code = f"print({chr(10).join(lines)!r}, flush=True); {_SLEEP}"
+    text = "\n".join([*lines, ""]).encode()
+    code = f"import os; os.write(1, {text!r}); {_SLEEP}"  # at once, however Python buffers
     async with Supervisor(healthy, said.append) as supervisor:
         supervisor.start(child_spec(tmp_path, code))
         await until(lambda: len(said) >= 6)
