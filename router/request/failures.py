@@ -250,11 +250,11 @@ class CrashRecord:
         if process not in self._died:
             verdict = self._died[process] = asyncio.get_running_loop().create_future()
             # Not the body, which the verdict outlives.
-            poison, fingerprint = self._poison, self._fingerprint
+            poison, fingerprint, asked = self._poison, self._fingerprint, self._died
 
             def tell(died: bool) -> None:
                 verdict.set_result(died)
-                if died:
+                if died and process in asked:
                     poison.died(fingerprint, process, time.monotonic())
 
             lease.node.ask_if_died(lease.generation, time.monotonic(), tell)
@@ -269,6 +269,7 @@ class CrashRecord:
             raise _poison_request(f"{lost}, so it is tried on no other", REFUSED_S)
 
     def answered(self) -> None:
+        self._died.clear()  # a death that is told later counts no more
         if self._known()[0]:
             self._poison.spared(self._fingerprint)
 

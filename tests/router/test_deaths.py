@@ -24,6 +24,7 @@ from router_doubles import (
 from kvrelay.router.request import failures as poison_module
 from kvrelay.router.request.failures import _VERDICT_S, MAX_LOST, REFUSED_S, Poison, fingerprint_of
 from kvrelay.wire.frames import Frame, FrameKind
+from kvrelay.wire.outputs import Load
 from kvrelay.wire.router_config import RouterConfig
 from kvrelay.wire.transfer import KvTransferParams
 
@@ -172,16 +173,19 @@ async def test_those_that_were_there_too_go_on_and_are_forgotten() -> None:
     async def dies_with_all(call: Call) -> None:
         await until(lambda: calls(p) == 5)
         if "poison" in str(call.body):
-            p.script = prefill_ok
+            p.script, p.health_hangs = prefill_ok, True
             die(p, call)
         await asyncio.sleep(30)
 
-    p, d = prefill(dies_with_all), decode()
-    async with cluster(p, d) as c:
+    p, other = prefill(dies_with_all), prefill(load=Load(waiting=9, waiting_tokens=9000))
+    async with cluster(p, other, decode(), health_deadline_s=0.5) as c:
         asking = [asyncio.create_task(c.text({"stream": True, "seed": seed})) for seed in range(4)]
         await until(lambda: calls(p) == 4)
         assert await c.text({**POISON, "stream": True}) == STREAMED
         assert await asyncio.gather(*asking) == [STREAMED] * 4
+        await until(lambda: not c.router.log.running)
+        p.health_hangs = False  # that it died is told behind the answers
+        await c.all_up()
         assert not c.router.shared.poison
 
 
