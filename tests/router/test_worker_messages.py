@@ -169,6 +169,7 @@ async def test_a_parent_that_was_stopped_blames_no_worker(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(parent_module, "HANGS_S", 0.3)
+    monkeypatch.setattr(parent_module, "POLL_S", 0.01)  # a slow turn of the loop is one look of 30
     async with cluster(tmp_path) as c:
         await asyncio.sleep(0.15)
         time.sleep(0.6)
