@@ -64,7 +64,7 @@ def said(got: dict[str, Any]) -> tuple[str, list[float]]:
 
 
 def models(url: str) -> list[tuple[str, str | None]]:
-    cards = httpx2.get(f"{url}/v1/models", timeout=20).json()["data"]
+    cards = httpx2.get(f"{url}/v1/models", timeout=60).json()["data"]
     return [(card["id"], card.get("parent")) for card in cards]
 
 
@@ -152,7 +152,7 @@ def test_kv_of_another_content_is_not_taken(cluster, adapters):
     assert "decode node" in none.json()["error"]["message"]
     assert load(decode.url, "mixed", adapters["four"]).status_code == 200
     wait_until(
-        lambda: "mixed" in str(httpx2.get(f"{cluster.url}/health", timeout=20).json()["nodes"][1]),
+        lambda: "mixed" in str(httpx2.get(f"{cluster.url}/health", timeout=60).json()["nodes"][1]),
         "known",
     )
     got = answer(cluster.url, "mixed", logprobs=None)

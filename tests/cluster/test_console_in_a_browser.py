@@ -95,7 +95,7 @@ def test_it_shows_the_nodes_drains_one_and_chats(embedded: Cluster) -> None:
         page.get_by_role("button", name=f"Drain {name}", exact=True).press("Enter")
         page.get_by_role("dialog").get_by_role("button", name="Drain").press("Enter")
         page.locator("#nodes tr[data-state=draining]", has_text=str(decode.port)).wait_for()
-        said = httpx2.get(f"{decode.url}/health", timeout=10)
+        said = httpx2.get(f"{decode.url}/health", timeout=60)
         assert said.json()["status"] == "draining"
         page.get_by_role("button", name=f"Undrain {name}", exact=True).press("Enter")
         page.locator("#nodes tr[data-state=up]", has_text=str(decode.port)).wait_for()

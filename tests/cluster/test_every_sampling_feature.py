@@ -162,7 +162,8 @@ async def test_log_probabilities_of_a_prompt_may_be_longer_than_a_body_may(
     assert len(json.dumps(numbers)) > SMALL_LONGEST_BODY
     counted([decode], "kvrelay_recomputed_prompts_total", recomputed)
     counted([decode], "kvrelay_fetches_total", fetched + 1)
-    answer = httpx2.post(f"{decode.url}/v1/completions", content=b"x" * (SMALL_LONGEST_BODY + 1))
+    long = b"x" * (SMALL_LONGEST_BODY + 1)
+    answer = httpx2.post(f"{decode.url}/v1/completions", content=long, timeout=60)
     assert answer.status_code == 413
     assert f"the limit is {SMALL_LONGEST_BODY}" in answer.text
 
@@ -187,7 +188,7 @@ def test_kv_that_is_renewed_by_a_router_is_held_as_long_as_it_is_and_no_longer(
     (prefill,) = cluster.of("prefill")
     ticket = ticket_of(prefill, ids(1, 70), cache_salt="renewed")
     until = time.monotonic() + 1.6 * SMALL_LEASE_S
-    with httpx2.Client(timeout=30) as client:
+    with httpx2.Client(timeout=60) as client:
         while time.monotonic() < until:
             told = client.post(
                 f"{prefill.url}/kv/renew",

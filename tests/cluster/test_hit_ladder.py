@@ -102,7 +102,9 @@ def test_what_a_holder_lost_before_the_router_heard_of_it_is_stale(tmp_path: Pat
             rungs(cluster, ids(3, TOKENS))
             passing.clear()  # what the decode node tells the router is late
             try:
-                assert httpx2.post(f"{decode.url}/reset_prefix_cache").status_code == 200
+                assert (
+                    httpx2.post(f"{decode.url}/reset_prefix_cache", timeout=60).status_code == 200
+                )
                 answer = complete(cluster.url, whole, max_tokens=1, include_metrics=True)
             finally:
                 passing.set()

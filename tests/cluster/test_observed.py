@@ -150,13 +150,13 @@ def samples(cluster: Cluster, request_id: str) -> dict[str, set[frozenset[tuple[
     router = f"{cluster.router.url}/metrics"
     # Workers tell once a second what they have counted, both of them.
     wait_until(
-        lambda: "kvrelay_router_requests_total{" in httpx2.get(router, timeout=10).text,
+        lambda: "kvrelay_router_requests_total{" in httpx2.get(router, timeout=60).text,
         "the request counted",
     )
     found: dict[str, set[frozenset[tuple[str, str]]]] = defaultdict(set)
     for process in (cluster.router, *cluster.nodes):
         for family in text_string_to_metric_families(
-            httpx2.get(f"{process.url}/metrics", timeout=10).text
+            httpx2.get(f"{process.url}/metrics", timeout=60).text
         ):
             for sample in family.samples:
                 found[sample.name].add(frozenset(sample.labels.items()))

@@ -39,7 +39,7 @@ class Prometheus:
     url: str
 
     def ask(self, path: str, **params: str) -> Any:
-        answer = httpx2.get(f"{self.url}/api/v1/{path}", params=params, timeout=10)
+        answer = httpx2.get(f"{self.url}/api/v1/{path}", params=params, timeout=60)
         assert answer.status_code == 200, answer.text
         return answer.json()["data"]
 

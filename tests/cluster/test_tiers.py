@@ -181,7 +181,7 @@ def test_a_node_that_starts_again_is_warm_and_a_reset_empties_all(tiers: Tiers) 
     tiers.turn(1, 1)
     assert tiers.cached >= (blocks - 1) * 16
     before = tiers.cached
-    answer = httpx2.post(f"{tiers.tiered.url}/reset_prefix_cache", timeout=10)
+    answer = httpx2.post(f"{tiers.tiered.url}/reset_prefix_cache", timeout=60)
     assert answer.status_code == 200
     tiers.turn(1, 2)
     assert tiers.cached == before
@@ -221,7 +221,7 @@ def test_a_cache_process_that_dies_is_followed_by_one_that_an_engine_leaves_its_
 ) -> None:
     tiers.turn(1, 0)
     tiers.wait_stored()
-    assert httpx2.post(f"{tiers.tiered.url}/reset_prefix_cache", timeout=10).status_code == 200
+    assert httpx2.post(f"{tiers.tiered.url}/reset_prefix_cache", timeout=60).status_code == 200
     tiers.turn(1, 1)
     tiers.wait_stored()
     tiers.kill(b"cache_process")

@@ -46,7 +46,7 @@ def nodes(tmp_path_factory):
 @pytest.fixture
 def cluster(nodes: Cluster) -> Cluster:
     for node in nodes.nodes:
-        assert httpx2.post(f"{node.url}/reset_prefix_cache", timeout=10).status_code == 200
+        assert httpx2.post(f"{node.url}/reset_prefix_cache", timeout=60).status_code == 200
     counted(nodes.nodes, "kvrelay_blocks_pinned", 0)
     return nodes
 

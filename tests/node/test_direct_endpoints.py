@@ -167,14 +167,14 @@ def test_what_is_wrong_is_named(
 
 
 def test_a_node_is_asked_for_its_key_in_either_header(node: Process) -> None:
-    for headers, status in (({}, 401), ({"x-api-key": KEY}, 200), ({"x-api-key": "other"}, 401)):
-        assert (
-            httpx2.post(f"{node.url}/tokenize", json={"prompt": "x"}, headers=headers).status_code
-            == status
-        )
-    assert httpx2.get(f"{node.url}/ping").status_code == 200
-    wrong = httpx2.get(f"{node.url}/tokenize")
-    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
-    assert httpx2.get(f"{node.url}/openapi.json").json()["info"]["title"] == "kvrelay node"
-    refused = httpx2.post(f"{node.url}/v1/messages", json={})
-    assert refused.json()["error"]["type"] == "authentication_error"
+    keys = (({}, 401), ({"x-api-key": KEY}, 200), ({"x-api-key": "other"}, 401))
+    with httpx2.Client(base_url=node.url, timeout=60) as client:
+        for headers, status in keys:
+            told = client.post("/tokenize", json={"prompt": "x"}, headers=headers)
+            assert told.status_code == status
+        assert client.get("/ping").status_code == 200
+        wrong = client.get("/tokenize")
+        assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+        assert client.get("/openapi.json").json()["info"]["title"] == "kvrelay node"
+        refused = client.post("/v1/messages", json={})
+        assert refused.json()["error"]["type"] == "authentication_error"
