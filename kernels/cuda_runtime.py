@@ -30,6 +30,7 @@ _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 _PORTABLE, _READ_ONLY = 1, 8  # cudaHostRegister: for all contexts; of a mapping without writes
 _ANY_DIRECTION = 4  # cudaMemcpyDefault: both addresses say themselves where they lie
 _IN_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
+_BLACKWELL = 10  # its compute capability
 _COPIES_ALL = 12_080  # the first CUDA, of torch and of the driver, with cudaMemcpyBatchAsync
 
 
@@ -102,7 +103,8 @@ def copy(target: int, source: int, num_bytes: int, stream: int) -> None:
 def copy_all(copies: Sequence[tuple[int, int, int]], stream: int) -> None:
     """Start copies (target, source, bytes), in any order among them, on a raw stream.
 
-    One call for all leaves no pauses between them, and takes a tenth of the host's time.
+    One call for all leaves no pauses between them, and takes a tenth of the host's time. Host
+    memory among them has to be pinned, and the stream may not be the default one.
     """
     if not _can_copy_all():
         for each in copies:
@@ -128,7 +130,8 @@ def copy_all(copies: Sequence[tuple[int, int, int]], stream: int) -> None:
 
 @functools.cache
 def _can_copy_all() -> bool:
-    return all(
+    # Blackwell's driver crashes or hangs in it (InternLM/lmdeploy#4838, vllm-project/vllm#49276).
+    return torch.cuda.get_device_capability()[0] < _BLACKWELL and all(
         _version(of) >= _COPIES_ALL for of in ("cudaRuntimeGetVersion", "cudaDriverGetVersion")
     )
 

@@ -59,18 +59,22 @@ class _Pins:
         least = math.lcm(block_bytes, _PAGE)
         self._address, self._num_bytes, self._read_only = address, num_bytes, read_only
         self._piece = max(1, PIECE_BYTES // least) * least
-        self._pinned = 0
+        self._pinned, self._stopped = 0, False
         self.more()
 
     def more(self) -> None:
         """Pin the next piece, if there is any. Raises CudaError."""
         size = min(self._piece, self._num_bytes - self._pinned)
-        if size:
+        if size and not self._stopped:
             cuda_runtime.pin(self._address + self._pinned, size, read_only=self._read_only)
             self._pinned += size
 
     def stop(self) -> None:
-        self._num_bytes = self._pinned
+        self._stopped = True
+
+    @property
+    def whole(self) -> bool:
+        return self._pinned == self._num_bytes
 
     def close(self) -> None:
         for start in range(0, self._pinned, self._piece):
@@ -83,6 +87,8 @@ class _Pool:
     address: int
     stream: Any
     slice_bytes: int
+    pins: _Pins | None = None
+    """Of the host memory on either side; None between GPUs."""
     mapping: Any = None
     """A numpy view of the peer's host memory; None for a GPU's."""
 
@@ -137,8 +143,8 @@ class GpuSide:
         size = nonce_offset(num_bytes) + NONCE_BYTES
         view = np.frombuffer(mapped(place, size, source.engine_id, "KV pool"), dtype=np.uint8)
         address = view.ctypes.data
-        self._pin(address, num_bytes, theirs.block_bytes, read_only=True)
-        return self._pool(address, self._region.gpu or 0, HOST_SLICE_BYTES, view)
+        pins = self._pin(address, num_bytes, theirs.block_bytes, read_only=True)
+        return self._pool(address, self._region.gpu or 0, pins, view)
 
     def _map_gpu(self, place: GpuPiece, who: str) -> _Pool:
         ours, theirs = self._region.gpu, visible_gpus().get(place.gpu)
@@ -148,7 +154,7 @@ class GpuSide:
                 raise TransferError(
                     f"GPU {ours} cannot read from GPU {theirs}, which has the KV pool of {who}"
                 )
-            return self._pool(_open_piece(place, who), ours, GPU_SLICE_BYTES)
+            return self._pool(_open_piece(place, who), ours)
         if theirs is None:
             raise TransferError(f"this process does not see GPU {place.gpu}, which {who} is on")
         try:
@@ -157,24 +163,27 @@ class GpuSide:
             raise TransferError(f"no CUDA context of GPU {place.gpu}: {error}") from error
         region = self._region
         own = region.num_blocks * region.block_bytes
-        self._pin(region.address, own, region.block_bytes, read_only=False)
-        return self._pool(_open_piece(place, who), theirs, HOST_SLICE_BYTES)
+        pins = self._pin(region.address, own, region.block_bytes, read_only=False)
+        return self._pool(_open_piece(place, who), theirs, pins)
 
-    def _pool(self, address: int, device: int, slice_bytes: int, mapping: Any = None) -> _Pool:
+    def _pool(
+        self, address: int, device: int, pins: _Pins | None = None, mapping: Any = None
+    ) -> _Pool:
+        slice_bytes = GPU_SLICE_BYTES if pins is None else HOST_SLICE_BYTES
         # Few streams: torch shares 32 by turns, also with those of kv_connector nccl, which wait for
         # peers. 0 is the lowest priority.
         kind = device, slice_bytes
         if kind not in self._streams:
             self._streams[kind] = torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
-        return _Pool(address, self._streams[kind], slice_bytes, mapping)
+        return _Pool(address, self._streams[kind], slice_bytes, pins, mapping)
 
-    def _pin(self, address: int, num_bytes: int, block_bytes: int, *, read_only: bool) -> None:
-        if address in self._pins:
-            return
-        try:
-            self._pins[address] = _Pins(address, num_bytes, block_bytes, read_only=read_only)
-        except cuda_runtime.CudaError as error:
-            raise TransferError(f"host memory cannot be pinned: {error}") from error
+    def _pin(self, address: int, num_bytes: int, block_bytes: int, *, read_only: bool) -> _Pins:
+        if address not in self._pins:
+            try:
+                self._pins[address] = _Pins(address, num_bytes, block_bytes, read_only=read_only)
+            except cuda_runtime.CudaError as error:
+                raise TransferError(f"host memory cannot be pinned: {error}") from error
+        return self._pins[address]
 
     def nonce(self, pool: _Pool, offset: int) -> bytes:
         if pool.mapping is not None:
@@ -245,11 +254,16 @@ class GpuSide:
                 pins.stop()
 
     def _launch(self, read: _Read) -> None:
-        stream = read.pool.stream
+        stream, pins = read.pool.stream, read.pool.pins
         torch.cuda.set_device(stream.device)
         while read.copies and len(read.slices) < SLICES_AHEAD:
-            cuda_runtime.copy_all(read.copies[: read.at_a_time], stream.cuda_stream)
+            copies = read.copies[: read.at_a_time]
             del read.copies[: read.at_a_time]
+            if pins is None or pins.whole:
+                cuda_runtime.copy_all(copies, stream.cuda_stream)
+            else:  # some are not pinned yet
+                for each in copies:
+                    cuda_runtime.copy(*each, stream.cuda_stream)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
             read.slices.append(event)

@@ -6,6 +6,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from kvrelay.kernels import cuda_runtime
 
@@ -20,10 +21,15 @@ def test_a_failed_call_leaves_no_error_for_torch_to_find(monkeypatch: pytest.Mon
     library.cudaGetLastError.assert_called_once_with()
 
 
-@pytest.mark.parametrize(("version", "arguments"), [(13_000, 8), (12_080, 9), (12_060, 0)])
+@pytest.mark.parametrize(
+    ("version", "capability", "arguments"),
+    [(13_000, 9, 8), (12_080, 8, 9), (12_060, 9, 0), (13_000, 10, 0)],
+)
 def test_copies_are_one_call_where_cuda_has_it(
-    monkeypatch: pytest.MonkeyPatch, version: int, arguments: int
+    monkeypatch: pytest.MonkeyPatch, version: int, capability: int, arguments: int
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
+
     def tell(into: Any) -> int:
         into._obj.value = version
         return 0

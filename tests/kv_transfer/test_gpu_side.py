@@ -30,7 +30,8 @@ class Cuda:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pinned: dict[int, tuple[int, bool]] = {}
-        self.room, self.over, self.batches, self.streams = 99, False, list[int](), list[int]()
+        self.room, self.over, self.streams = 99, False, list[int]()
+        self.batches, self.singly = list[int](), 0
         stream = SimpleNamespace(cuda_stream=0, device=0, synchronize=lambda: None)
         event = SimpleNamespace(record=lambda _: None, query=lambda: self.over)
         for name in ("pin", "unpin", "copy", "copy_all"):
@@ -59,12 +60,13 @@ class Cuda:
         del self.pinned[address]
 
     def copy(self, target: int, source: int, num_bytes: int, _: int) -> None:
+        self.singly += 1
         ctypes.memmove(target, source, num_bytes)
 
-    def copy_all(self, copies: list[tuple[int, int, int]], stream: int) -> None:
+    def copy_all(self, copies: list[tuple[int, int, int]], _: int) -> None:
         self.batches.append(len(copies))
-        for each in copies:
-            self.copy(*each, stream)
+        for target, source, num_bytes in copies:
+            ctypes.memmove(target, source, num_bytes)
 
 
 class Pool:
@@ -99,7 +101,7 @@ def test_a_gpu_reads_a_share_of_a_peers_host_memory(cuda: Cuda, here: Pool) -> N
     pool = side.map(source, there.metadata.place)
     assert side.nonce(pool, PIECE * 3) == there.metadata.nonce
     read = side.start(source, pool, [4, 1, 2], [0, 3, 1])
-    assert cuda.batches == [1, 1]
+    assert (cuda.singly, cuda.batches) == (2, [])
     side.progress()  # nothing is pinned meanwhile
     assert list(cuda.pinned.values()) == [(PIECE, True)]
     assert not side.poll(read)
@@ -112,6 +114,9 @@ def test_a_gpu_reads_a_share_of_a_peers_host_memory(cuda: Cuda, here: Pool) -> N
     for _ in range(3):
         side.progress()
     assert list(cuda.pinned.values()) == [(PIECE, True), (PIECE, True), (BLOCK_BYTES, True)]
+    assert side.poll(side.start(source, pool, [3, 0], [2, 4]))
+    assert torch.equal(here.blocks[[2, 4], 1024:1792], there.blocks[[3, 0], 512:1280])
+    assert (cuda.singly, cuda.batches) == (3, [1, 1])
     side.unmap(pool)
     assert not cuda.pinned
 
