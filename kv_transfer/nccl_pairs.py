@@ -229,20 +229,22 @@ class Pair(abc.ABC):
 
     def _live(self) -> None:
         terms = self._terms
-        with (
-            terms.budget.share(terms.cost(self.slice_bytes), self._deadline, self._given_up),
-            terms.pool.lane() as lane,
-        ):
-            communicator = self._meet()
-            try:
-                stages = [lane.staging(self.slice_bytes) for _ in range(STAGES)]
-                with self._touching():
-                    self._communicator, self._lane = communicator, lane
-                self._convey(communicator, lane, stages)
-            finally:
-                communicator.close()
-                with self._changed:
-                    self._communicator = self._lane = None
+        try:
+            with (
+                terms.budget.share(terms.cost(self.slice_bytes), self._deadline, self._given_up),
+                terms.pool.lane() as lane,
+            ):
+                communicator = self._meet()
+                try:
+                    stages = [lane.staging(self.slice_bytes) for _ in range(STAGES)]
+                    with self._touching():
+                        self._communicator, self._lane = communicator, lane
+                    self._convey(communicator, lane, stages)
+                finally:
+                    communicator.close()
+        finally:
+            with self._changed:  # not before all copies have ended
+                self._communicator = self._lane = None
 
     def _convey(
         self, communicator: NcclCommunicator, lane: Lane, stages: list[torch.Tensor]

@@ -26,6 +26,7 @@ from kvrelay.kv_transfer.backend import Source
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.kv_transfer.nccl import NcclBackend
 from kvrelay.kv_transfer.nccl_pairs import Address, Ask, Meet, PairMessage, Part, decode, encode
+from kvrelay.kv_transfer.staging import Lane, StagedPool
 from kvrelay.wire.errors import ConfigError, PeerLost, TransferError
 
 # How long a pair may take to be made, and a slice; the second is what tests of a stopped peer wait
@@ -401,6 +402,32 @@ def test_a_read_under_way_as_the_source_closes_its_idle_pair_is_made_again(
     slow.nccl.stopped.clear()
     assert slow.ended(handle)
     assert slow.digest([4]) == source.digest([3])
+
+
+def test_a_broken_read_has_not_ended_while_a_copy_into_the_pool_goes_on(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over, copied, lane = threading.Event(), threading.Event(), StagedPool.lane
+
+    @contextlib.contextmanager
+    def slow(pool: StagedPool) -> Iterator[Lane]:
+        with lane(pool) as quick:
+            try:
+                yield quick
+            finally:
+                over.set()
+                copied.wait(10.0)  # as a GPU's stream does
+
+    source, reader = start(*LONG), start(*LONG, nccl=FakeNccl(patience_s=0.1))
+    monkeypatch.setattr(StagedPool, "lane", slow)
+    monkeypatch.setattr(Lane, "settled", lambda _: copied.is_set())
+    handle = long_read(reader, source)
+    assert over.wait(10.0)
+    reader.close()
+    assert not reader.backend.poll(handle)
+    copied.set()
+    with pytest.raises(PeerLost):
+        reader.ended(handle)
 
 
 def test_a_pair_that_finds_no_room_says_so(start: Start) -> None:
