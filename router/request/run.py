@@ -112,10 +112,12 @@ class RequestRun:
                 f"raise request_deadline_s"
             ) from why
         finally:
-            await cancel_and_wait(list(filter(None, (self._prefilling, self._early_decode))))
-            self._prefilling = self._early_decode = None  # a failed one would keep this run
-            if self.placed is not None:
-                self.context.placer.give_back(self.placed)
+            try:
+                await cancel_and_wait(list(filter(None, (self._prefilling, self._early_decode))))
+            finally:  # its client may leave now
+                self._prefilling = self._early_decode = None  # a failed one would keep this run
+                if self.placed is not None:
+                    self.context.placer.give_back(self.placed)
 
     async def _answer(self) -> None:
         while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -38,6 +39,7 @@ from router_doubles import (
     until,
 )
 
+from kvrelay.router.background import cancel_and_wait
 from kvrelay.router.request.run import RequestRun
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.kv_events import Pin
@@ -126,6 +128,21 @@ async def test_a_request_ends_at_its_deadline_on_all_nodes() -> None:
         assert '"deadline_exceeded"' in text
         assert text.endswith("data: [DONE]\n\n")
         await until(d.aborted.is_set)
+
+
+async def test_a_client_that_goes_at_its_deadline_leaves_no_place_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def as_it_goes(tasks: Collection[asyncio.Task[Any]]) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await cancel_and_wait(tasks)
+
+    monkeypatch.setattr("kvrelay.router.request.run.cancel_and_wait", as_it_goes)
+    async with cluster(prefill(hold), decode(), request_deadline_s=0.5) as c:
+        await c.asked({"prompt": ["a", "b"], "messages": None}, path="/v1/completions")
+        assert all(not known.leases for known in c.router.pool.nodes)
 
 
 # --- the ticket: the decode request begins while the prompt is computed
