@@ -1,5 +1,5 @@
 """Every sampling feature, disaggregated and alone: the same answers, token for token, one at a time
-and eight at once; also of a router whose prefill nodes are gone.
+and four at once; also of a router whose prefill nodes are gone.
 
 The prefill node that answers alone does not speculate and the decode node does, so that is compared
 as well.
@@ -119,7 +119,7 @@ async def ask(http: httpx2.AsyncClient, url: str, prompt: int, fields: dict[str,
     return told
 
 
-async def asked(url: str, fields: dict[str, Any], *, at_once: bool, prompts: int = 8) -> list[Any]:
+async def asked(url: str, fields: dict[str, Any], *, at_once: bool, prompts: int = 4) -> list[Any]:
     async with httpx2.AsyncClient(timeout=120) as http:
         questions = [ask(http, url, prompt, fields) for prompt in range(prompts)]
         if at_once:
