@@ -95,11 +95,12 @@ def with_adapters(tiny, repository, tmp_path_factory) -> tuple[Result, Result]:
 
 
 def test_ranks_of_one_host_equal_one_alone(tiny, alone, repository):
-    config = {"model": str(tiny), "tensor_parallel_size": 4}
+    config = {"model": str(tiny), "tensor_parallel_size": 2}
     assert equal(result(start(ENGINE, config, repository)), alone)
 
 
 def test_ranks_share_adapters(with_adapters, alone, repository):
+    """Each pair of these ranks holds one KV head; r0 has no adapter."""
     config, given = with_adapters
     assert given["logprobs"]["r0"] == pytest.approx(alone["logprobs"]["r0"], abs=1e-4)
     assert given["tokens"][2] != alone["tokens"][2]
