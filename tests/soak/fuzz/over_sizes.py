@@ -25,7 +25,7 @@ from tests.soak.fuzz.watch import Watch, still_busy
 __all__ = ["TARGETS", "Case", "cases", "round_of", "sizes", "small"]
 
 TARGETS = ("sizes", "languages")
-_PER_ROUND = 12
+_PER_ROUND = 6
 _AGAIN = 6
 """Times that the largest size of some cases is played in a row: what each leaves behind shows."""
 _MOST_NUMBER = 2**63
