@@ -17,7 +17,7 @@ from tests.soak.chaos.faults import KINDS, NETWORK
 pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 SEED = 834  # KV is full first, and the router is lost late: before that there are answers
-SMALL = "--prefill 1 --decode 2 --streams 8 --per-kind 1 --longest 1000 --pool-mib 4"
+SMALL = "--prefill 1 --decode 2 --streams 5 --per-kind 1 --longest 1000 --pool-mib 4"
 
 
 def test_every_kind_of_fault_once_breaks_no_promise(repository: Path) -> None:
