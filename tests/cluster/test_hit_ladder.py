@@ -1,4 +1,5 @@
-"""The hit ladder of a real cluster: causes of lost hits are brought about and named.
+"""The hit ladder of a real cluster: a prompt goes to where its beginning is, as long as it is there,
+and causes of lost hits are brought about and named.
 
 What is found on another node, and what is not read from it, is in test_pulls.py.
 """
@@ -6,29 +7,31 @@ What is found on another node, and what is not read from it, is in test_pulls.py
 from __future__ import annotations
 
 import itertools
-import socket
-import socketserver
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
+from contextlib import ExitStack
+from dataclasses import replace
 
 import httpx2
 import pytest
 from real_cluster import (
     Cluster,
     Process,
+    cached_of,
     complete,
     frozen,
+    further_router,
     ids,
     rungs,
     running,
     tiny_model,
+    wait_told,
     wait_until,
 )
 
 pytestmark = pytest.mark.cluster
 
+SHARED, REST = 496, 30
 BLOCK, TOKENS = 16, 160
 FOUND = (TOKENS - 1) // BLOCK * BLOCK
 """The most that is found of a prompt: its last token is computed."""
@@ -36,12 +39,65 @@ FILL = 14
 """Prompts that fill a pool of 127 blocks."""
 
 
-def test_what_is_elsewhere_was_evicted_or_makes_room_in_between_is_named(tmp_path: Path) -> None:
-    flags = [*tiny_model(tmp_path, kv_mib=1), "--kv-pull=never"]
-    policy = ["--prefill-policy=round_robin"]
-    with running(tmp_path, prefill=2, decode=1, flags=flags, router_flags=policy) as cluster:
-        prompt, nodes, router = ids(1, TOKENS), cluster.of("prefill"), cluster.router
-        assert router is not None
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("ladder")
+    flags = tiny_model(folder, max_position_embeddings=2048, kv_mib=1)
+    flags += ["--kv-pull=never"]  # the decode node has all prompts, too
+    policies = ["--prefill-policy=prefix", "--decode-policy=prefix"]
+    with running(folder, prefill=2, decode=2, flags=flags, router_flags=policies) as ours:
+        yield ours
+
+
+@pytest.fixture
+def cluster(nodes: Cluster) -> Cluster:
+    """Give it to a test with nothing cached."""
+    for node in nodes.nodes:
+        assert httpx2.post(f"{node.url}/reset_prefix_cache", timeout=60).status_code == 200
+    return nodes
+
+
+def test_a_prompt_goes_to_where_its_beginning_is(cluster: Cluster) -> None:
+    for name in (1, 2):
+        assert rungs(cluster, ids(name, SHARED)) == {"new": SHARED}
+    for at, name in enumerate((2, 1, 1, 1, 2)):  # in turn would be elsewhere
+        again = [*ids(name, SHARED), *ids(10 + at, REST)]
+        assert rungs(cluster, again) == {"gpu": SHARED, "new": REST}
+
+
+def test_what_a_node_has_evicted_it_is_not_chosen_for(cluster: Cluster) -> None:
+    rungs(cluster, ids(20, SHARED))
+    _, total = cluster.nodes[0].free_blocks()
+
+    def fill(nodes, name):
+        for node in nodes:
+            for at in range(total // (SHARED // 16) + 1):
+                complete(node.url, ids(name + at, SHARED))
+        wait_told(cluster.router)
+
+    fill(cluster.of("prefill"), 30)
+    found = rungs(cluster, [*ids(20, SHARED), *ids(1, REST)])
+    assert found == {"placement": SHARED, "new": REST}  # a decode node has it
+    fill(cluster.nodes, 40)
+    found = rungs(cluster, [*ids(20, SHARED), *ids(2, REST)])
+    assert found == {"capacity": SHARED, "new": REST}
+
+
+def test_a_turn_is_decoded_where_the_answer_before_was(cluster: Cluster) -> None:
+    answer = complete(cluster.url, ids(3, SHARED), max_tokens=100, return_token_ids=True)
+    turn = [*ids(3, SHARED), *answer["choices"][0]["token_ids"], *ids(4, 20)]
+    for _ in range(3):
+        wait_told(cluster.router)
+        complete(cluster.url, turn)
+    found = [cached_of(complete(node.url, turn, max_tokens=1)) for node in cluster.of("decode")]
+    assert sorted(found) == [0, (len(turn) - 1) // 16 * 16]
+
+
+def test_what_is_elsewhere_was_evicted_or_makes_room_in_between_is_named(cluster: Cluster) -> None:
+    nodes = cluster.of("prefill")
+    cluster = replace(cluster, nodes=[*nodes, cluster.of("decode")[0]])
+    with further_router(cluster, "--prefill-policy=round_robin") as router:
+        cluster.router, prompt = router, ids(1, TOKENS)
         assert rungs(cluster, prompt) == {"new": TOKENS}
         assert rungs(cluster, prompt) == {"placement": FOUND, "new": BLOCK}
         assert rungs(cluster, prompt) == {"gpu": FOUND, "new": BLOCK}
@@ -83,68 +139,6 @@ def test_what_is_elsewhere_was_evicted_or_makes_room_in_between_is_named(tmp_pat
         for rung in ("gpu", "placement", "capacity", "evicted"):
             assert router.metric(name.format(rung)) >= FOUND
         assert router.metric(name.format("stale")) == router.metric(name.format("failed")) == 0
-
-
-def test_what_a_holder_lost_before_the_router_heard_of_it_is_stale(tmp_path: Path) -> None:
-    flags = [*tiny_model(tmp_path, max_position_embeddings=2048, kv_mib=4), "--kv-pull=always"]
-    cluster = Cluster(tmp_path, flags)
-    prefill, decode = cluster.nodes = [cluster.start(role, flags) for role in ("prefill", "decode")]
-    try:
-        cluster.wait_ready(prefill, decode)
-        with _link(decode.port) as (url, passing):
-            peers = [f"--prefill={prefill.url}", f"--decode={url}"]
-            patient = ["--strict-roles", "--health-deadline-s=60"]
-            cluster.router = cluster.start("router", [*peers, *patient])
-            cluster.wait_ready(cluster.router)
-            cluster.wait_up()
-            answer = complete(cluster.url, ids(1, TOKENS), max_tokens=80, return_token_ids=True)
-            whole = [*ids(1, TOKENS), *answer["choices"][0]["token_ids"], *ids(2, 20)]
-            rungs(cluster, ids(3, TOKENS))
-            passing.clear()  # what the decode node tells the router is late
-            try:
-                assert (
-                    httpx2.post(f"{decode.url}/reset_prefix_cache", timeout=60).status_code == 200
-                )
-                answer = complete(cluster.url, whole, max_tokens=1, include_metrics=True)
-            finally:
-                passing.set()
-            found = {rung: count for rung, count in answer["kvrelay"]["prompt"].items() if count}
-            rest = (TOKENS + 79) // BLOCK * BLOCK - TOKENS
-            assert found == {"gpu": TOKENS, "stale": rest, "new": len(whole) - TOKENS - rest}
-            assert cluster.router.metric('kvrelay_router_prompt_tokens_total{rung="stale"}') == rest
-    finally:
-        cluster.stop()
-
-
-@contextmanager
-def _link(port: int) -> Iterator[tuple[str, threading.Event]]:
-    """Lead connections to a port; what comes back waits until the event is set."""
-    passing, always = threading.Event(), threading.Event()
-    for event in (passing, always):
-        event.set()
-
-    def pump(source: socket.socket, target: socket.socket, may: threading.Event) -> None:
-        with suppress(OSError):
-            while data := source.recv(1 << 16):
-                may.wait()
-                target.sendall(data)
-            target.shutdown(socket.SHUT_WR)
-
-    class Handler(socketserver.BaseRequestHandler):
-        def handle(self) -> None:
-            with socket.create_connection(("127.0.0.1", port)) as node:
-                there = threading.Thread(target=pump, args=(self.request, node, always))
-                there.start()
-                pump(node, self.request, passing)
-                there.join()
-
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}", passing
-        finally:
-            server.shutdown()
 
 
 def _requests(node: Process) -> int:

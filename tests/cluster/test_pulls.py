@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
+import socketserver
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -16,6 +20,7 @@ from real_cluster import (
     complete,
     counted,
     frozen,
+    further_router,
     ids,
     rungs,
     running,
@@ -210,6 +215,62 @@ def test_what_another_node_has_is_found_there_or_its_read_fails(
     late.join(60)
     assert found == [{"gpu": first, "failed": rest, "new": new}]
     assert prefill.metric("kvrelay_prompt_tokens_total") > 0
+
+
+def test_what_a_holder_lost_before_the_router_heard_of_it_is_stale(
+    cluster: Cluster, prefill: Process, decode: Process
+) -> None:
+    first, patient = 160, "--health-deadline-s=60"
+    with _link(decode.port) as (url, passing):
+        peers = ["--strict-roles", f"--prefill={prefill.url}", f"--decode={url}"]
+        with further_router(cluster, patient, peers=peers) as router:
+            cluster = replace(cluster, router=router)
+            cluster.wait_up()
+            answer = complete(cluster.url, ids(210, first), max_tokens=80, return_token_ids=True)
+            whole = [*ids(210, first), *answer["choices"][0]["token_ids"], *ids(211, 20)]
+            rungs(cluster, ids(212, first))
+            passing.clear()  # what the decode node tells the router is late
+            try:
+                reset = httpx2.post(f"{decode.url}/reset_prefix_cache", timeout=60)
+                assert reset.status_code == 200
+                answer = complete(cluster.url, whole, max_tokens=1, include_metrics=True)
+            finally:
+                passing.set()
+            found = {rung: count for rung, count in answer["kvrelay"]["prompt"].items() if count}
+            rest = (first + 79) // BLOCK * BLOCK - first
+            assert found == {"gpu": first, "stale": rest, "new": len(whole) - first - rest}
+            assert router.metric('kvrelay_router_prompt_tokens_total{rung="stale"}') == rest
+
+
+@contextmanager
+def _link(port: int) -> Iterator[tuple[str, threading.Event]]:
+    """Lead connections to a port; what comes back waits until the event is set."""
+    passing, always = threading.Event(), threading.Event()
+    for event in (passing, always):
+        event.set()
+
+    def pump(source: socket.socket, target: socket.socket, may: threading.Event) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                may.wait()
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with socket.create_connection(("127.0.0.1", port)) as node:
+                there = threading.Thread(target=pump, args=(self.request, node, always))
+                there.start()
+                pump(node, self.request, passing)
+                there.join()
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", passing
+        finally:
+            server.shutdown()
 
 
 @pytest.fixture
