@@ -29,10 +29,10 @@ pytestmark = [
     pytest.mark.usefixtures("nothing_is_lost"),
 ]
 
-TOKENS = 6000
+TOKENS = 4000
 LAST = 8
-# 639 blocks, of which a prompt has 375: the next one takes some of its blocks.
-PREFILL = ["--kv-cache-memory-bytes", str(5 << 20)]
+# 447 blocks, of which a prompt has 250: the next one takes some of its blocks.
+PREFILL = ["--kv-cache-memory-bytes", str(7 << 19)]
 
 
 @pytest.fixture(scope="module")
