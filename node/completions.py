@@ -136,6 +136,7 @@ async def _start(node: Node, call: Call) -> tuple[list[NodeRequest], AnyRequest,
     if node.config.log_bodies:
         log.info("%s body=%s", call.response_id, body_excerpt(call.body))
     requests, parsed = await prepare(serving, node.sandbox, call)
+    node.ready()  # one that starts meanwhile would never hear of them
     frames = await run_requests(node, requests, call)
     load = replace(node.engine.load, leg=node.engine.submitted)
     return requests, parsed, load, frames

@@ -16,9 +16,10 @@ from node_doubles import engine_info, serving_of, ticket
 from kvrelay.node.completions import start_streamed
 from kvrelay.node.engine_client import EngineClient
 from kvrelay.node.lifecycle import Node
+from kvrelay.node.preprocess import prepare
 from kvrelay.wire.config import EngineConfig, NodeConfig
 from kvrelay.wire.engine_messages import Order, RequestUpdate, Submit, ToEngine
-from kvrelay.wire.errors import Overloaded
+from kvrelay.wire.errors import EngineDead, Overloaded
 from kvrelay.wire.frames import FrameKind
 from kvrelay.wire.outputs import Finish, Load
 from kvrelay.wire.step_costs import StepCosts
@@ -76,6 +77,20 @@ async def test_a_request_is_answered_with_its_number_and_the_engine_has_it_by_th
     assert (load.leg, load.legs) == (11, 9)
     assert engine.sent[-1] == Order("abort", engine.submits[-1].request_id)
     assert [frame.kind for frame in [each async for each in frames]] == [FrameKind.END]
+
+
+async def test_a_request_that_is_read_while_another_engine_starts_is_refused(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def slowly(*asked: Any) -> Any:
+        read = await prepare(*asked)
+        node.serving = None
+        node.use(EngineClient(node.config))
+        return read
+
+    monkeypatch.setattr("kvrelay.node.completions.prepare", slowly)
+    with pytest.raises(EngineDead):
+        await start(node)
 
 
 async def test_a_request_that_nobody_reads_is_aborted(node: Node, engine: Engine) -> None:
