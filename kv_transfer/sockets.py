@@ -230,7 +230,8 @@ class Connection:
         # Another process may have come to this address.
         self.dealer.reconnect_ivl = -1
         self.monitor = self.dealer.get_monitor_socket(_GONE)
-        for sock in (self.dealer, self.monitor):
+        # Looked at in this order: whoever sees the end sees also the last messages before it.
+        for sock in (self.monitor, self.dealer):
             thread.poller.register(sock, zmq.POLLIN)
 
     def connect(self, host: str, port: int) -> None:

@@ -186,3 +186,26 @@ def test_a_rank_without_the_key_is_not_heard_and_ends(tmp_path):
     assert "the connection to rank 0 has ended or was refused" in lost.get(timeout=AT_ONCE_S)
     led.close()
     link.close(1)
+
+
+def test_a_rank_hears_that_the_engine_ends_before_it_sees_the_connection_end(tmp_path, monkeypatch):
+    link, lost = RankLink("127.0.0.1", heads_of(2), "e", terms_of(CONFIG)), list[str]()
+    led = LedBackends(1, REGION, {"a": SharedBackend(tmp_path / "a")}, link.address, lost.append)
+    link.prepared(lambda *_: None, lost.append)
+    monitor = led._connection.monitor
+
+    def poll(_: object) -> list[object]:  # one by one, as zmq_poll
+        found: list[object] = []
+        for sock, flags in led.poller.sockets:
+            if sock is monitor:
+                link.close(1)
+            one = zmq.Poller()
+            one.register(sock, flags)
+            found += one.poll(1000 * AT_ONCE_S if sock is monitor else 0)
+        return found
+
+    monkeypatch.setattr(led.poller, "poll", poll)
+    led.wake()
+    led._thread.join(AT_ONCE_S)
+    led.close()
+    assert lost == []
