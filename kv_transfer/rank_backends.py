@@ -136,7 +136,8 @@ class LedBackends(SocketThread):
             for (frame,) in received(self._connection.dealer):
                 message = to_rank.decode(frame)
                 self._backends.do(message)
-                self._closing |= isinstance(message, Close)
+                if isinstance(message, Close):
+                    self._closing = True
         if self._connection.monitor in ready and not self._closing:
             self._connection.end_event()
             raise PeerLost("the connection to rank 0 has ended or was refused")

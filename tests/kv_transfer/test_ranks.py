@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import queue
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,12 +15,13 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from engine_node import AT_ONCE_S, CONFIG, EngineNode
+from engine_node import AT_ONCE_S, CONFIG, EngineNode, wait_until
 from shared_backend import BLOCK_BYTES, BLOCKS, REGION, Missing, Refusing, SharedBackend, pattern
 
+from kvrelay.kv_transfer import rank_backends
 from kvrelay.kv_transfer.connector import FetchFailed, PoolRegion, Released
 from kvrelay.kv_transfer.rank_backends import LedBackends, terms_of
-from kvrelay.kv_transfer.ranks import RankLink
+from kvrelay.kv_transfer.ranks import RankLink, Stop
 from kvrelay.kv_transfer.shares import Heads
 
 KINDS = ("a", "b")
@@ -209,3 +211,20 @@ def test_a_rank_hears_that_the_engine_ends_before_it_sees_the_connection_end(tmp
     led._thread.join(AT_ONCE_S)
     led.close()
     assert lost == []
+
+
+def test_a_rank_that_is_closed_while_it_takes_a_message_ends(tmp_path, monkeypatch):
+    link, lost = RankLink("127.0.0.1", heads_of(2), "e", terms_of(CONFIG)), list[str]()
+    led = LedBackends(1, REGION, {"a": SharedBackend(tmp_path / "a")}, link.address, lost.append)
+    link.prepared(lambda *_: None, lost.append)
+
+    def close_meanwhile(message: object, kind: type) -> bool:
+        threading.Thread(target=led.close).start()
+        wait_until(lambda: led._closing)
+        return type(message) is kind
+
+    monkeypatch.setattr(rank_backends, "isinstance", close_meanwhile, raising=False)
+    link.send(1, Stop("b"))
+    led._thread.join(AT_ONCE_S)
+    assert not led._thread.is_alive()
+    link.close(1)
