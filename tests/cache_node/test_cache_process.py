@@ -44,7 +44,11 @@ FINGERPRINT = Fingerprint(
     HANDOVER.oldest, "tiny", "float32", 16, 2, 8, 2, 0, 1, protocol_newest=HANDOVER.newest
 )
 TRANSFER = TransferConfig(
-    kv_connector="direct", kv_checksums=1e-9, lease_s=3.0, heartbeat_s=1.0, transfer_deadline_s=5.0
+    kv_connector="direct",
+    kv_checksums=1e-9,
+    lease_s=60.0,
+    heartbeat_s=1.0,
+    transfer_deadline_s=60.0,
 )
 
 
@@ -171,7 +175,7 @@ class World:
         ask = f"ask-{engine.asks}"
         self.until(lambda: host.stats.source.port)
         source = host.stats.source
-        engine.connector.ask(ask, source, [name(number) for number in numbers], 0, 5.0)
+        engine.connector.ask(ask, source, [name(number) for number in numbers], 0, 60.0)
         self.until(lambda: engine.events)
         granted = engine.events.pop()
         assert isinstance(granted, Granted)

@@ -64,12 +64,6 @@ class Tier(Store):
         return len(slots)
 
 
-@pytest.fixture(autouse=True)
-def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store on a busy machine has the time of a fast one."""
-    monkeypatch.setattr(store_tier, "DEADLINE_S", 100.0)
-
-
 @pytest.fixture
 def place(tmp_path: Path) -> str:
     return str(tmp_path / "store")
