@@ -173,18 +173,18 @@ async def test_those_that_were_there_too_go_on_and_are_forgotten() -> None:
     async def dies_with_all(call: Call) -> None:
         await until(lambda: calls(p) == 5)
         if "poison" in str(call.body):
-            p.script, p.health_hangs = prefill_ok, True
+            p.script, p.health_status = prefill_ok, 503
             die(p, call)
         await asyncio.sleep(30)
 
     p, other = prefill(dies_with_all), prefill(load=Load(waiting=9, waiting_tokens=9000))
-    async with cluster(p, other, decode(), health_deadline_s=0.5) as c:
+    async with cluster(p, other, decode()) as c:
         asking = [asyncio.create_task(c.text({"stream": True, "seed": seed})) for seed in range(4)]
         await until(lambda: calls(p) == 4)
         assert await c.text({**POISON, "stream": True}) == STREAMED
         assert await asyncio.gather(*asking) == [STREAMED] * 4
         await until(lambda: not c.router.log.running)
-        p.health_hangs = False  # that it died is told behind the answers
+        p.health_status = 200  # that it died is told behind the answers
         await c.all_up()
         assert not c.router.shared.poison
 

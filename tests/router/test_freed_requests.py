@@ -57,7 +57,7 @@ async def test_a_deadline_that_ends_the_wait_for_a_verdict_leaves_nothing_for_th
     None
 ):
     lost = [prefill(cut) for _ in range(8)]  # each request loses two
-    async with cluster(*lost, decode(), health_interval_s=60, request_deadline_s=0.5) as c:
+    async with cluster(*lost, decode(), health_interval_s=60, request_deadline_s=1.0) as c:
         assert not await _left_by(lambda: _ask(c, stream=True))
         assert [len(each.calls) for each in lost] == [1] * 8
 
