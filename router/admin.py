@@ -112,15 +112,16 @@ async def _flip(router: Router, request: Request, body: bytes) -> object:
         raise RequestError(
             f"{node.url} is a {node.kind} node, whose role is given at its start", param="url"
         )
-    alone = not pool.up(node.role, [node], node.model, NodeKind.KVRELAY)
-    if alone and asked.role is not node.role and not asked.force:
-        raise Conflict(
-            f"{node.url} is the last {node.role} node that is up; add another one first, or send "
-            "force: true",
-            param="force",
-            code="last_of_role",
-        )
-    status, message = await ask_role(router.run_context, node, asked.role)
+    async with router.flipping:  # or two at once would each count on the other's node
+        alone = not pool.up(node.role, [node], node.model, NodeKind.KVRELAY)
+        if alone and asked.role is not node.role and not asked.force:
+            raise Conflict(
+                f"{node.url} is the last {node.role} node that is up; add another one first, or "
+                "send force: true",
+                param="force",
+                code="last_of_role",
+            )
+        status, message = await ask_role(router.run_context, node, asked.role)
     if status != BEGUN:
         _check_all_done([NodeAnswer(node.url, node.role, status, message)], "role")
     return {"node": node_status(node, pool, time.monotonic())}

@@ -82,6 +82,8 @@ class Router:
         self.ending = False
         """The router is shutting down, and finishes the requests that it has."""
         self.log = RequestLog(self.metrics)
+        self.flipping = asyncio.Lock()
+        """Held while an operator's change of a role is checked and begun."""
         self.roles: RoleChanger | None = None
         """Set in the process that changes the roles of nodes, while `running`."""
         self._began = time.monotonic()

@@ -147,6 +147,12 @@ async def test_the_last_node_of_a_role_keeps_it_unless_the_operator_insists() ->
         await until(lambda: c.node(p).up)
 
 
+async def test_two_orders_at_once_leave_a_role_its_last_node() -> None:
+    async with cluster(one := prefill(), two := prefill(), decode()) as c:
+        answers = await asyncio.gather(ask(c, one, "decode"), ask(c, two, "decode"))
+        assert sorted(status for status, _ in answers) == [200, 409]
+
+
 @pytest.mark.parametrize(("answers", "status"), [(409, 409), (400, 400), (404, 404), (500, 502)])
 async def test_what_the_node_says_against_it_is_told(answers: int, status: int) -> None:
     p, other, d = prefill(), prefill(role_status=answers), decode()
