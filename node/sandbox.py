@@ -218,13 +218,14 @@ class Sandbox:
                         "OPENBLAS_NUM_THREADS": "1",
                         "OMP_NUM_THREADS": "1",
                     }
-                    self._process = await asyncio.create_subprocess_exec(
+                    process = await asyncio.create_subprocess_exec(
                         *python_command("kvrelay.node.sandbox_process"),
                         stdin=theirs.fileno(),
                         env={**child_environ(), **no_threads},
                     )
                 self._control.setblocking(False)
                 await asyncio.get_running_loop().sock_sendall(self._control, self._setup)
+                self._process = process  # unless its caller left before it had all
             return self._process
 
 

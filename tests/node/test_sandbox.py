@@ -68,6 +68,17 @@ async def test_prompts_are_rendered_and_tokenized(sandbox: Sandbox) -> None:
     assert await sandbox.token_ids(False, body) == [[97], [98, 99]]
 
 
+async def test_a_process_whose_first_caller_leaves_early_is_not_used(tmp_path: Path) -> None:
+    template = "{{ messages[0].content }}{# " + "x" * (2 << 20) + " #}"
+    sandbox = Sandbox()
+    sandbox.open(Setup(write_config(tmp_path), template, True, 100, VOCAB, [EOS]))
+    first = asyncio.create_task(works(sandbox))
+    await until(lambda: sandbox._control is not None and not sandbox._control.getblocking())
+    first.cancel()
+    await works(sandbox)
+    await sandbox.close()
+
+
 async def test_a_wrong_request_is_refused_as_it_is_elsewhere(sandbox: Sandbox) -> None:
     with pytest.raises(
         RequestError, match="no token of this model stands for more than 8"
