@@ -82,7 +82,7 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     propose tokens, which must make no difference to any answer.
     """
     model = str(embedded_model())
-    flags = ["--model", model, "--cpu", "--threads=1", "--kv-cache-memory-bytes", str(256 << 20)]
+    flags = ["--model", model, "--cpu", "--threads=1", "--kv-cache-memory-bytes", str(128 << 20)]
     flags += ["--speculative-config", '{"num_speculative_tokens": 3, "prompt_lookup_min": 1}']
     folder, router_flags = tmp_path_factory.mktemp("embedded"), ["--api-key", EMBEDDED_KEY]
     with running(folder, flags=flags, router_flags=router_flags) as ours:

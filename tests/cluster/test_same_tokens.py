@@ -25,7 +25,7 @@ def test_alone_in_a_batch_and_disaggregated_give_the_same_tokens(embedded: Clust
     model = str(embedded_model())
     tokenizer = load_tokenizer(model)
     prompts = varied_prompts(tokenizer, 5, longest=250)
-    engine = Engine(EngineConfig(model=model, device="cpu", kv_cache_memory_bytes=256 << 20))
+    engine = Engine(EngineConfig(model=model, device="cpu", kv_cache_memory_bytes=128 << 20))
     alone, batch = (
         [
             in_engine(

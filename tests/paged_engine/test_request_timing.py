@@ -128,7 +128,8 @@ class Later:
 def behind(folder: Path, launch_s: float) -> tuple[Engine, Device, Request, Request]:
     """An engine whose steps take 0.1 s, with one request, and another that is not there yet."""
     make_tiny("Qwen3ForCausalLM", folder)
-    engine = Engine(EngineConfig(str(folder), device="cpu", enable_prefix_caching=False))
+    small = {"enable_prefix_caching": False, "kv_cache_memory_bytes": 8 << 20}
+    engine = Engine(EngineConfig(str(folder), device="cpu", **small))
     device = Device(engine, launch_s, 0.1)
     first, second = (
         Request.from_submit(Submit(name, PROMPT, SamplingParams(1, seed=0, ignore_eos=True)), 0.0)
