@@ -31,6 +31,7 @@ _PORTABLE, _READ_ONLY = 1, 8  # cudaHostRegister: for all contexts; of a mapping
 _ANY_DIRECTION = 4  # cudaMemcpyDefault: both addresses say themselves where they lie
 _IN_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
 _BLACKWELL = 10  # its compute capability
+_SAME_ADDRESSES = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 _COPIES_ALL = 12_080  # the first CUDA, of torch and of the driver, with cudaMemcpyBatchAsync
 
 
@@ -113,7 +114,7 @@ def copy_all(copies: Sequence[tuple[int, int, int]], stream: int) -> None:
     many, (targets, sources, sizes) = len(copies), zip(*copies, strict=True)
     addresses, numbers = ctypes.c_void_p * many, ctypes.c_size_t * many
     # Before CUDA 13 there is a place for the number of the copy that failed.
-    failed = () if _version("cudaRuntimeGetVersion") >= 13_000 else (ctypes.byref(numbers()),)
+    failed = () if _number("cudaRuntimeGetVersion") >= 13_000 else (ctypes.byref(numbers()),)
     _call(
         "cudaMemcpyBatchAsync",
         addresses(*targets),
@@ -130,17 +131,21 @@ def copy_all(copies: Sequence[tuple[int, int, int]], stream: int) -> None:
 
 @functools.cache
 def _can_copy_all() -> bool:
-    # Blackwell's driver crashes or hangs in it (InternLM/lmdeploy#4838, vllm-project/vllm#49276).
-    return torch.cuda.get_device_capability()[0] < _BLACKWELL and all(
-        _version(of) >= _COPIES_ALL for of in ("cudaRuntimeGetVersion", "cudaDriverGetVersion")
+    # Blackwell's driver crashes or hangs in it (InternLM/lmdeploy#4838, vllm-project/vllm#49276). On
+    # WSL it takes pinned memory's addresses for the GPU's own, and fails (sgl-project/sglang#40232).
+    versions = _number("cudaRuntimeGetVersion"), _number("cudaDriverGetVersion")
+    return (
+        min(versions) >= _COPIES_ALL
+        and torch.cuda.get_device_capability()[0] < _BLACKWELL
+        and _number("cudaDeviceGetAttribute", _SAME_ADDRESSES, torch.cuda.current_device()) > 0
     )
 
 
 @functools.cache
-def _version(of: str) -> int:
-    version = ctypes.c_int()
-    _call(of, ctypes.byref(version))
-    return version.value
+def _number(of: str, *arguments: int) -> int:
+    number = ctypes.c_int()
+    _call(of, ctypes.byref(number), *map(ctypes.c_int, arguments))
+    return number.value
 
 
 def pin(address: int, num_bytes: int, *, read_only: bool) -> None:

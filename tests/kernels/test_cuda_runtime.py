@@ -22,23 +22,35 @@ def test_a_failed_call_leaves_no_error_for_torch_to_find(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("version", "capability", "arguments"),
-    [(13_000, 9, 8), (12_080, 8, 9), (12_060, 9, 0), (13_000, 10, 0)],
+    ("version", "capability", "same_addresses", "arguments"),
+    [
+        (13_000, 9, 1, 8),
+        (12_080, 8, 1, 9),
+        (12_060, 9, 1, 0),
+        (13_000, 10, 1, 0),
+        (13_000, 8, 0, 0),
+    ],
 )
 def test_copies_are_one_call_where_cuda_has_it(
-    monkeypatch: pytest.MonkeyPatch, version: int, capability: int, arguments: int
+    monkeypatch: pytest.MonkeyPatch,
+    version: int,
+    capability: int,
+    same_addresses: int,
+    arguments: int,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
-    def tell(into: Any) -> int:
-        into._obj.value = version
+    def tell(into: Any, *attribute: Any) -> int:
+        into._obj.value = same_addresses if attribute else version
         return 0
 
     library, copies = Mock(), [(1 << 40, 2 << 40, 8), (3 << 40, 4 << 40, 16)]
     library.cudaRuntimeGetVersion = library.cudaDriverGetVersion = tell
+    library.cudaDeviceGetAttribute = tell
     library.cudaMemcpyBatchAsync.return_value = library.cudaMemcpyAsync.return_value = 0
     monkeypatch.setattr(cuda_runtime, "_library", lambda: library)
-    for cached in (cuda_runtime._can_copy_all, cuda_runtime._version):
+    for cached in (cuda_runtime._can_copy_all, cuda_runtime._number):
         monkeypatch.setattr(cuda_runtime, cached.__name__, cached.__wrapped__)
     cuda_runtime.copy_all(copies, 7)
     if not arguments:
