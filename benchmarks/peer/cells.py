@@ -111,10 +111,10 @@ def close_rows(
 
 
 def difference(shares: Mapping[str, float | None], arm: str) -> float | None:
-    """Count the points that an arm is ahead of the better fixed one; None if unknown."""
+    """Count the points that an arm is ahead of the better fixed one that was measured, if any."""
     own, *others = [shares.get(name) for name in (arm, *_AGAINST)]
     known = [share for share in others if share is not None]
-    return 100 * (own - max(known)) if own is not None and len(known) == len(others) else None
+    return 100 * (own - max(known)) if own is not None and known else None
 
 
 def write_cell(cell: Cell, folder: Path) -> None:
