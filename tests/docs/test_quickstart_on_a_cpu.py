@@ -1,5 +1,5 @@
-"""docs/quickstart/cpu.md and the README do what they say: their blocks run, with another port, a
-smaller pool and this interpreter.
+"""docs/quickstart/cpu.md and the README do what they say: their blocks run, with another port and
+this interpreter.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def as_script(text: str, url: str) -> str:
     """A block for the shell, of this interpreter's `kvrelay` and the cluster at `url`."""
     text = text.replace("http://127.0.0.1:8000", url)
     for command, flags in (
-        ("up", "--port 0 --kv-cache-memory-bytes 128MiB"),
+        ("up", "--port 0"),
         ("chat", f"--url {url}"),
     ):
         text = text.replace(
