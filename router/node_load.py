@@ -13,12 +13,14 @@ from kvrelay.wire.announced import FIRST_SPILL_MS
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.step_costs import MEMORY_MS, TPOT_STEPS, StepCosts
 
-__all__ = ["LEAST_LEFT", "UNKNOWN", "NodeLoad", "Share"]
+__all__ = ["LEAST_TARGET", "UNKNOWN", "NodeLoad", "Share"]
 
 LOST = 0.75
 """Share of a delay that a row loses at its limit. Simulated, 1 is alike, and 0.5 worse in mixtures."""
 LEAST_LEFT = 0.08
 """The least share of its time that a decode node's steps are thought to leave."""
+LEAST_TARGET = 0.5
+"""The least share of a usual time that a target counts as."""
 MOST_SHARE = 0.97
 MOST_KV = 0.5
 """Whoever needs more than this share of a node's KV need not wait until there is more."""
@@ -133,7 +135,7 @@ class NodeLoad:
             self.spill_ms = min(self.spill_ms, most) - sign * share.spill_ms
 
     def _settle(self) -> None:
-        costs, pace = self.costs, self.load.pace or 1.0
+        costs, pace = self.costs, self.pace
         share = min(MOST_SHARE, self.prompt_share)
         self.linear_ms, self.square_ms = pace * costs.prompt_token, pace * costs.prompt_context / 2
         self.base_ms = pace * max(0.0, costs.step + costs.prompts)
@@ -155,13 +157,17 @@ class NodeLoad:
         self.room = math.inf if self.kv_most <= self.kv_free or self.is_idle else self.kv_free
 
     @property
+    def pace(self) -> float:
+        return self.load.pace or 1.0
+
+    @property
     def step_ms(self) -> float:
-        return (self.load.pace or 1.0) * self.costs.step
+        return self.pace * self.costs.step
 
     @property
     def per_token_ms(self) -> float:
         each = self.costs.row + self.costs.row_context * self.context / max(1.0, self.rows)
-        return (self.load.pace or 1.0) * each
+        return self.pace * each
 
     @property
     def depth(self) -> float:
@@ -189,5 +195,5 @@ class NodeLoad:
 
     def idle_ms(self, tokens: float, rows: int = 1) -> tuple[float, float]:
         """Return the TTFT and the time per token of a request that is alone here."""
-        pace = self.load.pace or 1.0
-        return pace * self.costs.prompt_ms(tokens), pace * self.costs.decode_ms(rows, rows * tokens)
+        decode_ms = self.costs.decode_ms(rows, rows * tokens)
+        return self.pace * self.costs.prompt_ms(tokens), self.pace * decode_ms

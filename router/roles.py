@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import fsum
 
-from kvrelay.router.node_load import LEAST_LEFT, UNKNOWN, NodeLoad
+from kvrelay.router.node_load import LEAST_TARGET, UNKNOWN, NodeLoad
 from kvrelay.router.nodes.node import Node, NodeKind
 from kvrelay.router.nodes.pool import DRAINS
 from kvrelay.router.request.failures import RunContext
@@ -37,11 +37,20 @@ def work_of(loads: Mapping[Role, Sequence[NodeLoad]], tpot_ms: float = 0) -> tup
     # Prompts that decode nodes compute spare prefill nodes some.
     prompts = fsum(load.prompt_share for of in loads.values() for load in of)
     tokens = fsum(load.token_rate * load.per_token_ms for load in decode)
-    tpots = [load.strictest_tpot_ms or tpot_ms or load.costs.usual_tpot_ms for load in decode]
-    taken = fsum(load.step_ms / tpot for load, tpot in zip(decode, tpots, strict=True))
-    left = max(LEAST_LEFT, 1 - taken / max(1, len(decode)))
+    left = 1 - fsum(_empty_steps(load, tpot_ms) for load in decode) / max(1, len(decode))
     seats = fsum(load.rows / load.max_num_seqs for load in decode if load.max_num_seqs)
     return {Role.PREFILL: prompts, Role.DECODE: max(seats, tokens / left)}, left
+
+
+def _empty_steps(load: NodeLoad, tpot_ms: float) -> float:
+    """Return the share of a decode node's time that its empty steps take.
+
+    No other split makes steps quicker: a target that they alone exceed, because the node's
+    machine is busy, counts as the least that may be told.
+    """
+    usual_ms = load.pace * load.costs.usual_tpot_ms
+    wanted_ms = load.strictest_tpot_ms or tpot_ms or usual_ms
+    return load.step_ms / max(LEAST_TARGET * usual_ms, wanted_ms)
 
 
 def use_of(work: Work, up: Mapping[Role, int], left: float) -> Work:

@@ -12,7 +12,7 @@ from zlib import crc32
 
 import msgspec
 
-from kvrelay.router.node_load import UNKNOWN
+from kvrelay.router.node_load import LEAST_TARGET, UNKNOWN
 from kvrelay.router.nodes.node import Lease, Node, NodeKind, kv_mismatch
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.placement import (
@@ -40,8 +40,8 @@ __all__ = ["PlacementLeases", "Placer", "PlacementQuery"]
 
 _OUTPUTS_MEAN = 64
 _MOST_OUTPUT = 16_384.0
-# Beyond these factors of such nodes' usual targets a target would buy priority.
-_LEAST_TARGET, _MOST_TARGET = 0.5, 10.0
+# Beyond LEAST_TARGET and this of such nodes' usual targets a target would buy priority.
+_MOST_TARGET = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,4 +272,4 @@ def _incompatible(prefill: Sequence[Node], decode: Sequence[Node]) -> KvNotLoade
 def _bounded(told_s: float | None, expected_ms: float) -> float:
     if told_s is None:
         return expected_ms
-    return min(max(told_s * 1e3, _LEAST_TARGET * expected_ms), _MOST_TARGET * expected_ms)
+    return min(max(told_s * 1e3, LEAST_TARGET * expected_ms), _MOST_TARGET * expected_ms)

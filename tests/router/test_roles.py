@@ -58,7 +58,9 @@ def test_work_is_reckoned_in_nodes() -> None:
     other = NodeLoad("p", COSTS)
     other.announced(Load(legs=1, prompt_share=0.5))
     per_token_ms = 2.0 * (0.01 + 2e-5 * 1_000)
-    for told_ms, strictest_ms, tpot_ms in ((40.0, 0.0, 40.0), (0.0, 0.0, 14.4), (40.0, 10.0, 10.0)):
+    usual_ms = 2.0 * 14.4  # at its pace; half of that counts at least
+    told = (40.0, 0.0, 40.0), (0.0, 0.0, usual_ms), (40.0, 20.0, 20.0), (40.0, 10.0, usual_ms / 2)
+    for told_ms, strictest_ms, tpot_ms in told:
         load.strictest_tpot_ms = strictest_ms
         left = 1 - 8.0 / tpot_ms
         work, may = work_of({P: [other], D: [load]}, told_ms)
