@@ -16,6 +16,7 @@ from rich.text import Text
 from kvrelay.chat import answer, first_model, http_session
 from kvrelay.cluster_plan import (
     ClusterConfig,
+    Machine,
     plan,
     reachable,
     waves,
@@ -33,8 +34,12 @@ _PROOF = "In one or two sentences: what is a key-value cache?"
 
 def up(config: ClusterConfig, planned: Callable[..., list[ChildSpec]] = plan) -> int:
     """Run the cluster until Ctrl-C or SIGTERM and return 0. Raises ConfigError, ChildFailed."""
-    machine, console = this_machine(config), plain_console()
-    log_dir, router = _log_dir(config), config.router
+    with this_machine(config) as machine:
+        return _up(config, machine, planned)
+
+
+def _up(config: ClusterConfig, machine: Machine, planned: Callable[..., list[ChildSpec]]) -> int:
+    console, log_dir, router = plain_console(), _log_dir(config), config.router
     drawn = "" if router.admin_key else secrets.token_urlsafe(24)
     # They are drawn here: a process that is started again keeps them.
     router = replace(

@@ -10,7 +10,8 @@ import os
 import re
 import socket
 import subprocess
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from kvrelay.cluster_plan import ClusterConfig, Machine
@@ -40,16 +41,21 @@ _NODE_EXTRA = (
 _DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/nvmap"))
 
 
-def this_machine(config: ClusterConfig) -> Machine:
-    """Look at the machine for a cluster. Raises ConfigError if the router's port is taken."""
+@contextmanager
+def this_machine(config: ClusterConfig) -> Iterator[Machine]:
+    """Look at the machine for a cluster, and keep others off its ports until the end.
+
+    Raises ConfigError if the router's port is taken.
+    """
     with ExitStack() as held:
-        # All are held at once: no port is found twice.
+        # Nobody finds these free: who listens there has to ask for that very port, as our own
+        # processes do, the router when all nodes are ready.
         wanted = [(config.router.host, config.router.port)] + [("127.0.0.1", 0)] * (
             config.prefill + config.decode
         )
         ports = tuple(held.enter_context(_bound(*address)).getsockname()[1] for address in wanted)
-    gpus = () if config.node.engine.device == "cpu" else gpus_here() or ()
-    return Machine(len(os.sched_getaffinity(0)), gpus, ports, child_environ())
+        gpus = () if config.node.engine.device == "cpu" else gpus_here() or ()
+        yield Machine(len(os.sched_getaffinity(0)), gpus, ports, child_environ())
 
 
 def check_port(host: str, port: int, kind: int = socket.SOCK_STREAM) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -17,6 +19,10 @@ from process_state import alive
 from rich.console import Console
 
 from kvrelay.cluster import _invite
+from kvrelay.cluster_plan import ClusterConfig
+from kvrelay.machine import this_machine
+from kvrelay.router.workers.worker import shared_port
+from kvrelay.settings import build
 
 _UP = """
 import os, sys
@@ -44,6 +50,17 @@ try:
 except KvrelayError as why:
     sys.exit(why.message)
 """
+
+
+async def test_ports_are_kept_for_the_processes_that_listen_there() -> None:
+    with this_machine(build(ClusterConfig, {"model": "m", "device": "cpu", "port": 0})) as machine:
+        for port in machine.ports:
+            with socket.socket() as another, pytest.raises(OSError, match="already in use"):
+                another.bind(("127.0.0.1", port))
+            async with await asyncio.start_server(lambda *_: None, "127.0.0.1", port):
+                pass
+            with shared_port("127.0.0.1", port) as worker:
+                worker.listen()
 
 
 class Up:
