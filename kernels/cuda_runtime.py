@@ -101,13 +101,13 @@ def copy(target: int, source: int, num_bytes: int, stream: int) -> None:
     )
 
 
-def copy_all(copies: Sequence[tuple[int, int, int]], stream: int) -> None:
+def copy_all(copies: Sequence[tuple[int, int, int]], stream: int, *, pinned: bool) -> None:
     """Start copies (target, source, bytes), in any order among them, on a raw stream.
 
-    One call for all leaves no pauses between them, and takes a tenth of the host's time. Host
-    memory among them has to be pinned, and the stream may not be the default one.
+    One call for all leaves no pauses between them, and takes a tenth of the host's time. It wants
+    all host memory `pinned`, and a stream that is not the default one.
     """
-    if not _can_copy_all():
+    if not (pinned and _can_copy_all()):
         for each in copies:
             copy(*each, stream)
         return

@@ -88,7 +88,7 @@ class _Pool:
     stream: Any
     slice_bytes: int
     pins: _Pins | None = None
-    """Of the host memory on either side; None between GPUs."""
+    """The pinned part of the host memory on either side; None between GPUs."""
     mapping: Any = None
     """A numpy view of the peer's host memory; None for a GPU's."""
 
@@ -257,13 +257,9 @@ class GpuSide:
         stream, pins = read.pool.stream, read.pool.pins
         torch.cuda.set_device(stream.device)
         while read.copies and len(read.slices) < SLICES_AHEAD:
-            copies = read.copies[: read.at_a_time]
+            copies, pinned = read.copies[: read.at_a_time], pins is None or pins.whole
+            cuda_runtime.copy_all(copies, stream.cuda_stream, pinned=pinned)
             del read.copies[: read.at_a_time]
-            if pins is None or pins.whole:
-                cuda_runtime.copy_all(copies, stream.cuda_stream)
-            else:  # some are not pinned yet
-                for each in copies:
-                    cuda_runtime.copy(*each, stream.cuda_stream)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
             read.slices.append(event)

@@ -48,8 +48,8 @@ def this_machine(config: ClusterConfig) -> Iterator[Machine]:
     Raises ConfigError if the router's port is taken.
     """
     with ExitStack() as held:
-        # Nobody finds these free: who listens there has to ask for that very port, as our own
-        # processes do, the router when all nodes are ready.
+        # The system gives these to nobody else. Our processes ask for them by number, the router
+        # only when all nodes are ready.
         wanted = [(config.router.host, config.router.port)] + [("127.0.0.1", 0)] * (
             config.prefill + config.decode
         )

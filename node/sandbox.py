@@ -225,7 +225,7 @@ class Sandbox:
                     )
                 self._control.setblocking(False)
                 await asyncio.get_running_loop().sock_sendall(self._control, self._setup)
-                self._process = process  # unless its caller left before it had all
+                self._process = process  # a caller that leaves before that leaves half a setup
             return self._process
 
 

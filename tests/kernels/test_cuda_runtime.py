@@ -22,13 +22,14 @@ def test_a_failed_call_leaves_no_error_for_torch_to_find(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("version", "capability", "same_addresses", "arguments"),
+    ("version", "capability", "same_addresses", "pinned", "arguments"),
     [
-        (13_000, 9, 1, 8),
-        (12_080, 8, 1, 9),
-        (12_060, 9, 1, 0),
-        (13_000, 10, 1, 0),
-        (13_000, 8, 0, 0),
+        (13_000, 9, 1, True, 8),
+        (12_080, 8, 1, True, 9),
+        (12_060, 9, 1, True, 0),
+        (13_000, 10, 1, True, 0),
+        (13_000, 8, 0, True, 0),
+        (13_000, 9, 1, False, 0),
     ],
 )
 def test_copies_are_one_call_where_cuda_has_it(
@@ -36,6 +37,7 @@ def test_copies_are_one_call_where_cuda_has_it(
     version: int,
     capability: int,
     same_addresses: int,
+    pinned: bool,
     arguments: int,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
@@ -52,7 +54,7 @@ def test_copies_are_one_call_where_cuda_has_it(
     monkeypatch.setattr(cuda_runtime, "_library", lambda: library)
     for cached in (cuda_runtime._can_copy_all, cuda_runtime._number):
         monkeypatch.setattr(cuda_runtime, cached.__name__, cached.__wrapped__)
-    cuda_runtime.copy_all(copies, 7)
+    cuda_runtime.copy_all(copies, 7, pinned=pinned)
     if not arguments:
         singly = [
             tuple(each.value for each in call.args[:3])

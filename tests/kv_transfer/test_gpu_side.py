@@ -60,13 +60,15 @@ class Cuda:
         del self.pinned[address]
 
     def copy(self, target: int, source: int, num_bytes: int, _: int) -> None:
-        self.singly += 1
         ctypes.memmove(target, source, num_bytes)
 
-    def copy_all(self, copies: list[tuple[int, int, int]], _: int) -> None:
-        self.batches.append(len(copies))
-        for target, source, num_bytes in copies:
-            ctypes.memmove(target, source, num_bytes)
+    def copy_all(self, copies: list[tuple[int, int, int]], stream: int, *, pinned: bool) -> None:
+        if pinned:
+            self.batches.append(len(copies))
+        else:
+            self.singly += len(copies)
+        for each in copies:
+            self.copy(*each, stream)
 
 
 class Pool:

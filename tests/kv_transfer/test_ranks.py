@@ -190,10 +190,17 @@ def test_a_rank_without_the_key_is_not_heard_and_ends(tmp_path):
     link.close(1)
 
 
-def test_a_rank_hears_that_the_engine_ends_before_it_sees_the_connection_end(tmp_path, monkeypatch):
+@pytest.fixture
+def rank(tmp_path) -> tuple[RankLink, LedBackends, list[str]]:
+    """Rank 1, the link that leads it, and why it is lost."""
     link, lost = RankLink("127.0.0.1", heads_of(2), "e", terms_of(CONFIG)), list[str]()
     led = LedBackends(1, REGION, {"a": SharedBackend(tmp_path / "a")}, link.address, lost.append)
     link.prepared(lambda *_: None, lost.append)
+    return link, led, lost
+
+
+def test_a_rank_hears_that_the_engine_ends_before_it_sees_the_connection_end(rank, monkeypatch):
+    link, led, lost = rank
     monitor = led._connection.monitor
 
     def poll(_: object) -> list[object]:  # one by one, as zmq_poll
@@ -213,10 +220,8 @@ def test_a_rank_hears_that_the_engine_ends_before_it_sees_the_connection_end(tmp
     assert lost == []
 
 
-def test_a_rank_that_is_closed_while_it_takes_a_message_ends(tmp_path, monkeypatch):
-    link, lost = RankLink("127.0.0.1", heads_of(2), "e", terms_of(CONFIG)), list[str]()
-    led = LedBackends(1, REGION, {"a": SharedBackend(tmp_path / "a")}, link.address, lost.append)
-    link.prepared(lambda *_: None, lost.append)
+def test_a_rank_that_is_closed_while_it_takes_a_message_ends(rank, monkeypatch):
+    link, led, _ = rank
 
     def close_meanwhile(message: object, kind: type) -> bool:
         threading.Thread(target=led.close).start()
