@@ -155,14 +155,14 @@ def test_ucx_listens_on_the_interface_of_kv_host_alone_and_not_before_it_is_open
     interfaces = {each: name for name, each in addresses_here()}
     backend, before = NixlBackend("sockets", pool, host), own_ports()
     backend.prepare()
-    assert own_ports() == before
+    assert own_ports() <= before  # an earlier test's may end late
     backend.open()
     opened = own_ports() - before
     backend.close()
     assert opened
     assert {port.protocol for port in opened} == {"tcp"}
     assert {interfaces[port.address] for port in opened} == {interfaces.get(host, "lo")}
-    assert own_ports() == before
+    assert own_ports() <= before
 
 
 def test_an_operators_own_devices_win(pool: PoolRegion, monkeypatch: pytest.MonkeyPatch) -> None:
