@@ -52,8 +52,8 @@ FEWEST, MOST, MORE_S, ROW_S = 7, 21, 0.3, 10.0
 CHUNKS, SPACING = 4, 5.0
 MIB = 1 << 20
 LEAD_S = 0.01
-# A few GiB of host memory are pinned by then.
-PINNED_S = 4.0
+# 8 GiB of host memory are pinned by then, also if a virtual machine has them only now.
+PINNED_S = 10.0
 # Both ends may be in the same memory.
 POOL_SHARE = 0.3
 # Llama-3.1-8B: 32 layers of 8 heads of 128 elements of 2 bytes, keys and values.
