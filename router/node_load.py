@@ -15,8 +15,6 @@ from kvrelay.wire.step_costs import MEMORY_MS, TPOT_STEPS, StepCosts
 
 __all__ = ["LEAST_TARGET", "UNKNOWN", "NodeLoad", "Share"]
 
-LOST = 0.75
-"""Share of a delay that a row loses at its limit. Simulated, 1 is alike, and 0.5 worse in mixtures."""
 LEAST_LEFT = 0.08
 """The least share of its time that a decode node's steps are thought to leave."""
 LEAST_TARGET = 0.5
@@ -152,7 +150,7 @@ class NodeLoad:
         usual_ms = costs.usual_tpot_ms  # a fitted card may have no fixed part of a step
         token_ms = pace * usual_ms / TPOT_STEPS / left
         limit_ms = self.strictest_tpot_ms or usual_ms
-        self.lost = LOST * self._row_weight / left * (token_ms / limit_ms)
+        self.lost = self._row_weight / left * (token_ms / limit_ms)
         # Whoever needs no more KV finds room; an idle node has what it has.
         self.room = math.inf if self.kv_most <= self.kv_free or self.is_idle else self.kv_free
 
