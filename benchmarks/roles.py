@@ -23,6 +23,7 @@ import msgspec
 from kvrelay.load.measures import Targets
 from kvrelay.planner.goodput import attained
 from kvrelay.planner.rate_card import Point, RateCard, read_card
+from kvrelay.planner.router import MODEL
 from kvrelay.planner.setting import Result, Setting, Stream
 from kvrelay.planner.world import World
 from kvrelay.router.roles import EVERY_S, OTHER, RolePlanner, work_of
@@ -90,7 +91,8 @@ class RoleController:
         loads = {role: [node.state for node in of] for role, of in nodes.items()}
         up = {role: len(of) for role, of in nodes.items()}
         hindered = "a node is changing its role" if world.switching else ""
-        role = roles.look(up, *work_of(loads, self._tpot_ms), hindered)
+        refused = world.router.placer.refused_work(now / 1e3).get(MODEL, (0.0, 0.0))
+        role = roles.look(up, *work_of(loads, self._tpot_ms, refused), hindered)
         if role is not None:
             node = max(nodes[OTHER[role]], key=lambda node: node.url)
             self.flips.append((now, role, roles.why))

@@ -26,15 +26,15 @@ from kvrelay.wire.ladder import Found
 from kvrelay.wire.router_config import Policy, RouterConfig
 from kvrelay.wire.transfer import Fingerprint, KvFacts
 
-__all__ = ["Router"]
+__all__ = ["MODEL", "Router"]
 
-_MODEL = "simulated"
+MODEL = "simulated"
 _FINGERPRINT = Fingerprint(
     1, "simulated", "bfloat16", 1, kv_heads=1, head_dim=1, layers=1, window=0, tp_size=1
 )
 _KV = KvFacts(_FINGERPRINT, planes=("simulated",), port=1, compares=True)
 _JOB = Job(
-    id="", path="", model=_MODEL, stream=True, seed=0, created=0, max_tokens=0, prompt_tokens=0,
+    id="", path="", model=MODEL, stream=True, seed=0, created=0, max_tokens=0, prompt_tokens=0,
     counted=True, wants_stages=False, include_usage=False, choices=1, prompt_only=False,
     fields={},
 )  # fmt: skip
@@ -89,7 +89,7 @@ class Router:
         return self.placer.rungs(placed, node, prefix, stream.prompt, found)
 
     def answered(self, stream: Stream) -> None:
-        self.placer.answered(_MODEL, stream.output)
+        self.placer.answered(MODEL, stream.output)
 
     def poll(self, node: Node, role: Role, now: float) -> None:
         """Have a health check of a node succeed, which says that it has this role."""
@@ -99,7 +99,7 @@ class Router:
             node.note_load(load)
             return
         report = HealthReport(
-            role, _MODEL, load=load, generation="1", kv=_KV, flips=1, costs=card.costs,
+            role, MODEL, load=load, generation="1", kv=_KV, flips=1, costs=card.costs,
             max_gap_ms=card.max_gap_ms,
         )  # fmt: skip
         self.pool.note_report(node, report, now / 1e3, now / 1e3)

@@ -156,8 +156,7 @@ class World:
             self.clock.later(now + _LOOK_MS, self._look)
 
     def _find(self, request: _Queued) -> Placement | Wait | Refuse:
-        waited_ms = self.clock.now - request.arrived * 1e3
-        return self.router.placer.find_after(waited_ms, request.wanted)
+        return self.router.placer.find_after(request.wanted, request.arrived, self.clock.now / 1e3)
 
     def _look(self, now: float) -> None:
         self._turn(now)

@@ -31,12 +31,23 @@ Work = Mapping[Role, float]
 _log = logging.getLogger("kvrelay.router")
 
 
-def work_of(loads: Mapping[Role, Sequence[NodeLoad]], tpot_ms: float = 0) -> tuple[Work, float]:
-    """Return how many nodes each role's work takes, and the share of a decode node it may take."""
+def work_of(
+    loads: Mapping[Role, Sequence[NodeLoad]],
+    tpot_ms: float = 0,
+    refused: tuple[float, float] = (0.0, 0.0),
+) -> tuple[Work, float]:
+    """Return how many nodes each role's work takes, and the share of a decode node it may take.
+
+    `refused`: milliseconds of prompts, and tokens, per millisecond, that targets left no room for.
+    They count at most as much as what is served: nobody moves nodes by asking in vain.
+    """
     decode = loads[Role.DECODE]
     # Prompts that decode nodes compute spare prefill nodes some.
     prompts = fsum(load.prompt_share for of in loads.values() for load in of)
     tokens = fsum(load.token_rate * load.per_token_ms for load in decode)
+    token_ms = fsum(load.per_token_ms for load in decode) / max(1, len(decode))
+    prompts += min(prompts, refused[0])
+    tokens += min(tokens, refused[1] * token_ms)
     left = 1 - fsum(_empty_steps(load, tpot_ms) for load in decode) / max(1, len(decode))
     seats = fsum(load.rows / load.max_num_seqs for load in decode if load.max_num_seqs)
     return {Role.PREFILL: prompts, Role.DECODE: max(seats, tokens / left)}, left
@@ -117,6 +128,8 @@ class RoleChanger:
 
     context: RunContext
     ending: Callable[[], bool]
+    refused: Callable[[str], tuple[float, float]]
+    """Tells of a model what targets left no room for, as `work_of` wants it."""
     models: dict[str, RolePlanner] = field(default_factory=dict)
 
     async def look(self) -> None:
@@ -136,7 +149,8 @@ class RoleChanger:
             counts = {role: len(each) for role, each in up.items()}
             bar = "roles are strict" if config.strict_roles else _bar(nodes)
             planner = self.models[model]
-            role = planner.look(counts, *work_of(loads, config.tpot_target_ms), bar)
+            work = work_of(loads, config.tpot_target_ms, self.refused(model))
+            role = planner.look(counts, *work, bar)
             for each, use in planner.use.items():
                 metrics.role_use.labels(model, each).set(use)
             if role is not None:

@@ -94,7 +94,7 @@ class Router:
         config, pool = self.config, self.pool
         self.node_client = client = NodeClient(config)
         self.run_context = RunContext(pool, self.placer, client, self.metrics, config)
-        roles = RoleChanger(self.run_context, lambda: self.ending)
+        roles = RoleChanger(self.run_context, lambda: self.ending, self.refused_work)
         self.roles = roles if self.shared.leads else None
         try:
             async with (
@@ -185,7 +185,15 @@ class Router:
                 "waiting_for_room": sum(self.placer.waiting.values()),
             },
             [RoleStatus(name, each.why, dict(each.use)) for name, each in sorted(roles.items())],
+            self.placer.refused_work(time.monotonic()),
         )
+
+    def refused_work(self, model: str) -> tuple[float, float]:
+        """Return a model's Placer.refused_work in all processes together."""
+        own = self.placer.refused_work(time.monotonic())
+        processes = [own, *(each.refused for each in self.shared.other_workers())]
+        found = [each[model] for each in processes if model in each]
+        return sum(prompts_ms for prompts_ms, _ in found), sum(tokens for _, tokens in found)
 
     def snapshot(self) -> Snapshot:
         """Return what the console shows."""

@@ -107,6 +107,8 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     counts: dict[str, float]
     roles: list[RoleStatus] = []
     """Roles by model; only the process that changes roles has any."""
+    refused: dict[str, tuple[float, float]] = {}
+    """Placer.refused_work of this process."""
 
 
 class Health(enum.StrEnum):

@@ -153,7 +153,7 @@ class AdmissionController:
 
     def _find(self, slot: AdmissionSlot) -> Placement | Wait | Refuse:
         try:
-            return self._placer.find_after((time.monotonic() - slot.arrived) * 1e3, slot.wanted)
+            return self._placer.find_after(slot.wanted, slot.arrived, time.monotonic())
         except Overloaded as why:
             return Wait(why.message)
 

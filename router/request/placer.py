@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, replace
 from zlib import crc32
@@ -33,7 +33,7 @@ from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvNotLoaded, NoNode
 from kvrelay.wire.ladder import Found, places_of
 from kvrelay.wire.router_config import PRICE, RouterConfig
-from kvrelay.wire.step_costs import RunningMean
+from kvrelay.wire.step_costs import DecayingMean, RunningMean
 from kvrelay.wire.transfer import Source
 
 __all__ = ["PlacementLeases", "Placer", "PlacementQuery"]
@@ -70,12 +70,25 @@ class PlacementLeases:
     at: float
 
 
+class _RefusedWork:
+    def __init__(self) -> None:
+        self._prompts_ms, self._tokens = DecayingMean(), DecayingMean()
+
+    def add(self, prompt_ms: float, tokens: float, now: float) -> None:
+        self._prompts_ms.add(prompt_ms, now)
+        self._tokens.add(tokens, now)
+
+    def at(self, now: float) -> tuple[float, float]:
+        return self._prompts_ms.at(now), self._tokens.at(now)
+
+
 class Placer:
     def __init__(self, config: RouterConfig, pool: Pool, rng: random.Random) -> None:
         self.config, self._pool, self._rng = config, pool, rng
         self._outputs: dict[str, RunningMean] = {}
         self.waiting: Counter[str] = Counter()
         """Requests, by model, that wait for a place after a failed attempt."""
+        self._refused: defaultdict[str, _RefusedWork] = defaultdict(_RefusedWork)
 
     def wanted(
         self,
@@ -163,8 +176,31 @@ class Placer:
             mean = self._outputs.setdefault(base, RunningMean(FIRST_OUTPUT, _OUTPUTS_MEAN))
             mean.add(min(tokens, _MOST_OUTPUT))
 
-    def find_after(self, waited_ms: float, wanted: PlacementQuery) -> Placement | Wait | Refuse:
-        """Choose nodes for a request that has waited. Raises as `find`."""
+    def refused_work(self, now: float) -> dict[str, tuple[float, float]]:
+        """Return the milliseconds of prompts, and the tokens, that targets left no room for.
+
+        By model, of each millisecond lately. `now` is in seconds.
+        """
+        return {model: refused.at(now * 1e3) for model, refused in self._refused.items()}
+
+    def find_after(
+        self, wanted: PlacementQuery, arrived: float, now: float
+    ) -> Placement | Wait | Refuse:
+        """Choose nodes for a request that has waited; times are seconds. Raises as `find`.
+
+        One that is refused ends with that: its work counts as refused.
+        """
+        found = self._find_after(wanted, (now - arrived) * 1e3)
+        if isinstance(found, Refuse) and not found.never:
+            cached = max(wanted.cached.values(), default=0)
+            prompt_ms = self._pool.typical_costs(wanted.model).chunk_ms(
+                wanted.tokens - cached, cached
+            )
+            refused = self._refused[self._pool.base_of(wanted.model)]
+            refused.add(prompt_ms, min(wanted.output, wanted.most_output), now * 1e3)
+        return found
+
+    def _find_after(self, wanted: PlacementQuery, waited_ms: float) -> Placement | Wait | Refuse:
         limit_ms = wanted.ttft_limit_ms
         wanted = replace(wanted, ttft_limit_ms=TARGET_USED * limit_ms - waited_ms)
         found = self.find(wanted)

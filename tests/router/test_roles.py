@@ -68,6 +68,20 @@ def test_work_is_reckoned_in_nodes() -> None:
         assert may == pytest.approx(left)
 
 
+def test_what_was_refused_is_work_up_to_as_much_as_is_served() -> None:
+    served, other = NodeLoad("d", COSTS), NodeLoad("p", COSTS)
+    served.announced(Load(running=1, context_tokens=1_000, legs=1, token_rate=2.0))
+    other.announced(Load(legs=1, prompt_share=0.5))
+    loads = {P: [other], D: [served]}
+    alone, left = work_of(loads)
+    some, _ = work_of(loads, 0.0, (0.2, 1.0))
+    assert some == pytest.approx({P: 0.7, D: 1.5 * alone[D]})
+    assert work_of(loads, 0.0, (9.0, 99.0)) == (
+        pytest.approx({P: 1.0, D: 2 * alone[D]}),
+        left,
+    )
+
+
 def test_requests_that_wait_for_a_seat_are_work() -> None:
     full, idle = NodeLoad("d0", COSTS), NodeLoad("d1", COSTS)
     full.announced(Load(running=16, waiting=20, legs=1, token_rate=0.1, max_num_seqs=16))
@@ -226,6 +240,7 @@ class Fixture:
             told(self.pool, node, node.role)
             node.state.set_costs(COSTS, 50.0)
         self.status, self.asked, self.ending = status, list[str](), False
+        self.refused = {"m": (0.0, 0.0)}
         registry: Any = CollectorRegistry()
         metrics: Any = type("Metrics", (), {})()
         metrics.role_use = Gauge("g", "", ["model", "role"], registry=registry)
@@ -233,7 +248,12 @@ class Fixture:
         placer: Any = None
         legs: Any = self
         context = RunContext(self.pool, placer, legs, metrics, RouterConfig(**config))
-        self.registry, self.changes = registry, RoleChanger(context, lambda: self.ending)
+        self.registry, self.changes = (
+            registry,
+            RoleChanger(
+                context, lambda: self.ending, lambda model: self.refused.get(model, (0.0, 0.0))
+            ),
+        )
 
     async def post(
         self, node: Node, path: str, body: bytes, deadline_s: float
@@ -265,6 +285,16 @@ async def test_the_last_by_address_is_asked_and_nothing_else_begins_until_it_has
     seen = await fixture.look(20)
     assert fixture.asked == ["http://d2"]
     assert seen.why.startswith("no role is short of nodes: 2 prefill nodes")
+
+
+async def test_a_role_is_short_of_nodes_for_what_is_refused() -> None:
+    fixture, half = Fixture(), Load(legs=1, prompt_share=0.6)
+    told(fixture.pool, fixture.pool.nodes[0], P, load=half)
+    seen = await fixture.look(20)
+    assert (seen.why[:29], fixture.asked) == ("no role is short of nodes: 1 ", [])
+    fixture.refused["m"] = (0.6, 0.0)
+    await fixture.look(20)
+    assert fixture.asked == ["http://d2"]
 
 
 @pytest.mark.parametrize("status", [503, 409, 200])

@@ -181,10 +181,16 @@ async def test_legs_of_all_workers_are_counted_and_what_they_see_is_joined(tmp_p
     async with cluster(tmp_path) as c:
         for at, node in enumerate(c.nodes(D)):
             node.leases = {Lease(node) for _ in range(at + 1)}
+        told = {"m": (0.1, 2.0)}, {"m": (0.2, 1.0), "n": (1.0, 1.0)}
+        for worker, each in zip(c.workers, told, strict=True):
+            worker.router.placer.refused_work = lambda _now, each=each: each  # type: ignore
         c.pool.drain(next(node for node in c.pool.nodes if node.url == D), 0.0)
         await c.parent.settled()  # what they say then was so after the drain
         workers = c.parent.other_workers()
         assert len(workers) == 2
         rows = joined_nodes(c.parent.router.status(), workers)
         assert [row.legs for row in rows] == [0, 3]
+        assert c.parent.router.refused_work("m") == pytest.approx((0.3, 3.0))
+        assert c.parent.router.refused_work("other") == (0, 0)
+        assert c.workers[0].router.refused_work("m") == (0.1, 2.0), "alone, it counts its own"
         assert c.workers[0].workers() == {"index": 0, "listening": 2, "wanted": 2}
