@@ -52,7 +52,7 @@ FEWEST, MOST, MORE_S, ROW_S = 7, 21, 0.3, 10.0
 CHUNKS, SPACING = 4, 5.0
 MIB = 1 << 20
 LEAD_S = 0.01
-# 8 GiB of host memory are pinned by then, also if a virtual machine has them only now.
+# Pinning 8 GiB takes longer than 4 s if the virtual machine must be given them first.
 PINNED_S = 10.0
 # Both ends may be in the same memory.
 POOL_SHARE = 0.3

@@ -156,7 +156,8 @@ class World:
             self.clock.later(now + _LOOK_MS, self._look)
 
     def _find(self, request: _Queued) -> Placement | Wait | Refuse:
-        return self.router.placer.find_after(request.wanted, request.arrived, self.clock.now / 1e3)
+        waited_ms = self.clock.now - request.arrived * 1e3
+        return self.router.placer.find_after(waited_ms, request.wanted)
 
     def _look(self, now: float) -> None:
         self._turn(now)
@@ -174,6 +175,8 @@ class World:
         stream = request.stream
         if isinstance(found, Refusal | KvrelayError):
             del self._queued[stream]
+            if isinstance(found, Refusal) and found.for_want_of_nodes:
+                self.router.placer.note_refused(request.wanted, now / 1e3)
             self._refuse(stream)
             return
         placed = replace(self.router.placer.take(request.wanted, found), at=now)

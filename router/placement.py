@@ -1,8 +1,8 @@
 """Chooses where a prompt is computed and where its answer is generated, by one price. Pure.
 
-A prompt goes to a prefill node, or to a decode node where that is cheaper for all: for the request,
-which waits, and for those whose tokens it delays. Each request's targets make milliseconds of
-waiting and of decoding comparable.
+A prompt goes to a prefill node that is idle or well in time, else to any node where that is
+cheapest for all: for the request, which waits, and for those whose tokens it delays. Each request's
+targets make milliseconds of waiting and of decoding comparable.
 
 A decode node with `r` tokens per ms, of which each costs `b` of its steps, and a share `u` of its
 time for prompts settles at a time per token of `step / (1 - u - r * b)`: near that limit
@@ -42,7 +42,7 @@ Link = Callable[[str, str], float]
 DEEP_MS = 1_000.0
 """The backlog from which on further requests wait in the router, in order."""
 WELL_IN_TIME = 0.75
-"""The share of a TTFT within which a prefill node computes the prompt whatever else is cheaper."""
+"""The share of the TTFT target within which a prefill node gets the prompt, whatever is cheaper."""
 AVOIDED_MS = 10_000.0
 """The time of a hand-over between two nodes whose last one failed."""
 Prompt = tuple[float, int, str]
@@ -191,7 +191,8 @@ def place(
         decoding = _decoding(request, targets)
     sources = fitting(request, prefill, decodes=False)
     ways = [_remote(request, sources, targets, decoding, link)] if sources else []
-    if not (ways and _keeps_roles(request, ways[0]) and link(*_names(ways[0])) <= LINK_MS):
+    linked = ways and link(*_names(ways[0])) <= LINK_MS
+    if not (linked and _keeps_roles(request, ways[0], targets)):
         if spills or not prefill:
             ways.append(_local(request, targets, decoding, must=not prefill))
         ways = sorted([way for way in ways if way[0] < math.inf], key=lambda way: way[0])
@@ -208,14 +209,19 @@ def place(
     return Placement(source.name, target.name, price, next(others, None), spilled, prompt)
 
 
-def _keeps_roles(request: PlacementRequest, way: _Way) -> bool:
+def _keeps_roles(request: PlacementRequest, way: _Way, targets: Sequence[NodeLoad]) -> bool:
     """Return whether the prefill node has nothing to do, or will be well in time.
 
-    Decode nodes that compute prompts would save milliseconds that nobody misses, and all of their
-    rows would wait: with 32 clients that never pause they take a quarter of the throughput.
+    Otherwise decode nodes would compute prompts to save milliseconds that nobody misses, while
+    all of their rows wait: 32 clients that never pause lost a quarter of their throughput.
     """
-    _, ttft_ms, source, _, _ = way
-    return not source.backlog_ms or ttft_ms <= WELL_IN_TIME * request.ttft_ms
+    _, ttft_ms, source, _, (_, found, _) = way
+    if not source.backlog_ms:
+        return True
+    if ttft_ms > min(WELL_IN_TIME * request.ttft_ms, request.ttft_limit_ms):
+        return False
+    # The next turn of a chat costs nothing where its last answer was generated.
+    return not request.cached or found >= max(request.cached.get(d.name, 0) for d in targets)
 
 
 def _names(way: _Way) -> tuple[str, str]:

@@ -1,8 +1,9 @@
 """Lets roles follow the load: a role that is short of nodes gets one of the other role.
 
-Work is reckoned in nodes, from what they announce: prompts may take all of a prefill node's time,
-tokens `1 - A / TPOT` of a decode node's, whose empty step takes A (router/placement.py), and
-requests all of its seats. All routers see the same and ask the same node, which changes once.
+Work is reckoned in nodes, from what they announce and what this router refused: prompts may take
+all of a prefill node's time, tokens `1 - A / TPOT` of a decode node's, whose empty step takes A
+(router/placement.py), and requests all of its seats. All routers see the same of nodes, and ask
+the same one, which changes once; each knows only what it refused itself.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def work_of(
 ) -> tuple[Work, float]:
     """Return how many nodes each role's work takes, and the share of a decode node it may take.
 
-    `refused`: milliseconds of prompts, and tokens, per millisecond, that targets left no room for.
-    They count at most as much as what is served: nobody moves nodes by asking in vain.
+    `refused`: prompts' milliseconds, and tokens, per millisecond, of requests that ended for want
+    of nodes. They count at most as much as served work, so asking in vain moves no nodes.
     """
     decode = loads[Role.DECODE]
     # Prompts that decode nodes compute spare prefill nodes some.
@@ -129,7 +130,7 @@ class RoleChanger:
     context: RunContext
     ending: Callable[[], bool]
     refused: Callable[[str], tuple[float, float]]
-    """Tells of a model what targets left no room for, as `work_of` wants it."""
+    """Returns a model's refused work, as `work_of` wants it."""
     models: dict[str, RolePlanner] = field(default_factory=dict)
 
     async def look(self) -> None:

@@ -191,9 +191,9 @@ class Router:
     def refused_work(self, model: str) -> tuple[float, float]:
         """Return a model's Placer.refused_work in all processes together."""
         own = self.placer.refused_work(time.monotonic())
-        processes = [own, *(each.refused for each in self.shared.other_workers())]
-        found = [each[model] for each in processes if model in each]
-        return sum(prompts_ms for prompts_ms, _ in found), sum(tokens for _, tokens in found)
+        processes = own, *(each.refused for each in self.shared.other_workers())
+        prompts_ms, tokens = zip(*(each.get(model, (0.0, 0.0)) for each in processes), strict=True)
+        return sum(prompts_ms), sum(tokens)
 
     def snapshot(self) -> Snapshot:
         """Return what the console shows."""

@@ -112,7 +112,7 @@ class AdmissionController:
         try:
             found = queue.arrive(slot, caller.max_queue)
             if isinstance(found, Refusal):
-                raise self._refused(slot.key, found, slot.headers)
+                raise self._ended(slot, found)
         except BaseException:
             self._limits.give_back(caller, limit_tokens, None, time.monotonic())
             raise
@@ -153,13 +153,18 @@ class AdmissionController:
 
     def _find(self, slot: AdmissionSlot) -> Placement | Wait | Refuse:
         try:
-            return self._placer.find_after(slot.wanted, slot.arrived, time.monotonic())
+            return self._placer.find_after((time.monotonic() - slot.arrived) * 1e3, slot.wanted)
         except Overloaded as why:
             return Wait(why.message)
 
     def _begin(self, slot: AdmissionSlot, found: Placement) -> None:
         slot.placed = self._placer.take(slot.wanted, found)
         slot.settle()
+
+    def _ended(self, slot: AdmissionSlot, why: Refusal) -> KvrelayError:
+        if why.for_want_of_nodes:
+            self._placer.note_refused(slot.wanted, time.monotonic())
+        return self._refused(slot.key, why, slot.headers)
 
     def _take_limits(self, caller: Caller, tokens: int) -> dict[str, str]:
         now = time.monotonic()
@@ -194,7 +199,7 @@ class AdmissionController:
         try:
             for slot, found in queue.leaving(now):
                 if isinstance(found, Refusal):
-                    slot.settle(self._refused(slot.key, found, slot.headers))
+                    slot.settle(self._ended(slot, found))
                 elif isinstance(found, KvrelayError):
                     slot.settle(found)
                 else:

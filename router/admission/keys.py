@@ -129,6 +129,11 @@ class Refusal:
     """The expected wait; 0: unknown; None: the request will never be taken."""
     error: type[KvrelayError] = Overloaded
 
+    @property
+    def for_want_of_nodes(self) -> bool:
+        """Return whether more nodes would have taken the request."""
+        return self.reason in ("ttft", "ttft_passed", "queue_full", "deadline")
+
 
 class KeyLimits:
     """A record of all keys' use. `give_back` must follow each `take` that is not refused."""

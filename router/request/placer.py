@@ -70,25 +70,15 @@ class PlacementLeases:
     at: float
 
 
-class _RefusedWork:
-    def __init__(self) -> None:
-        self._prompts_ms, self._tokens = DecayingMean(), DecayingMean()
-
-    def add(self, prompt_ms: float, tokens: float, now: float) -> None:
-        self._prompts_ms.add(prompt_ms, now)
-        self._tokens.add(tokens, now)
-
-    def at(self, now: float) -> tuple[float, float]:
-        return self._prompts_ms.at(now), self._tokens.at(now)
-
-
 class Placer:
     def __init__(self, config: RouterConfig, pool: Pool, rng: random.Random) -> None:
         self.config, self._pool, self._rng = config, pool, rng
         self._outputs: dict[str, RunningMean] = {}
         self.waiting: Counter[str] = Counter()
         """Requests, by model, that wait for a place after a failed attempt."""
-        self._refused: defaultdict[str, _RefusedWork] = defaultdict(_RefusedWork)
+        self._refused = defaultdict[str, tuple[DecayingMean, DecayingMean]](
+            lambda: (DecayingMean(), DecayingMean())
+        )
 
     def wanted(
         self,
@@ -177,30 +167,26 @@ class Placer:
             mean.add(min(tokens, _MOST_OUTPUT))
 
     def refused_work(self, now: float) -> dict[str, tuple[float, float]]:
-        """Return the milliseconds of prompts, and the tokens, that targets left no room for.
+        """Return the refused milliseconds of prompts, and tokens, per millisecond, by model.
 
-        By model, of each millisecond lately. `now` is in seconds.
+        They are means of the last seconds; `now` is in seconds.
         """
-        return {model: refused.at(now * 1e3) for model, refused in self._refused.items()}
+        means = self._refused.items()
+        return {model: (ms.at(now * 1e3), tokens.at(now * 1e3)) for model, (ms, tokens) in means}
 
-    def find_after(
-        self, wanted: PlacementQuery, arrived: float, now: float
-    ) -> Placement | Wait | Refuse:
-        """Choose nodes for a request that has waited; times are seconds. Raises as `find`.
+    def note_refused(self, wanted: PlacementQuery, now: float) -> None:
+        """Count the work of a request that ends now for want of nodes."""
+        if wanted.kind is not NodeKind.KVRELAY:
+            return  # nodes of other projects keep their roles
+        held = [*wanted.cached.values(), *(files for _, files in wanted.below.values())]
+        cached = min(max(held, default=0), wanted.tokens - 1)
+        costs = self._pool.typical_costs(wanted.model)
+        prompts_ms, tokens = self._refused[self._pool.base_of(wanted.model)]
+        prompts_ms.add(costs.chunk_ms(wanted.tokens - cached, cached), now * 1e3)
+        tokens.add(min(wanted.output, wanted.most_output), now * 1e3)
 
-        One that is refused ends with that: its work counts as refused.
-        """
-        found = self._find_after(wanted, (now - arrived) * 1e3)
-        if isinstance(found, Refuse) and not found.never:
-            cached = max(wanted.cached.values(), default=0)
-            prompt_ms = self._pool.typical_costs(wanted.model).chunk_ms(
-                wanted.tokens - cached, cached
-            )
-            refused = self._refused[self._pool.base_of(wanted.model)]
-            refused.add(prompt_ms, min(wanted.output, wanted.most_output), now * 1e3)
-        return found
-
-    def _find_after(self, wanted: PlacementQuery, waited_ms: float) -> Placement | Wait | Refuse:
+    def find_after(self, waited_ms: float, wanted: PlacementQuery) -> Placement | Wait | Refuse:
+        """Choose nodes for a request that has waited. Raises as `find`."""
         limit_ms = wanted.ttft_limit_ms
         wanted = replace(wanted, ttft_limit_ms=TARGET_USED * limit_ms - waited_ms)
         found = self.find(wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from router_doubles import (
+    MODEL,
     WHOLE,
     Call,
     Cluster,
@@ -153,6 +155,8 @@ async def test_a_full_queue_costs_a_key_nothing() -> None:
             status, body, headers = await asked(c, headers=ALICE)
             assert (status, body["error"]["code"]) == (429, "queue_full")
             assert headers["x-ratelimit-remaining-requests"] == "8"
+        prompts_ms, tokens = c.router.placer.refused_work(time.monotonic())[MODEL]
+        assert prompts_ms > 0 < tokens, "nodes have too little room for them"
 
 
 async def test_an_expected_answer_refuses_nothing_and_its_key_pays_for_the_real_one() -> None:

@@ -307,15 +307,29 @@ def test_a_prompt_spills_when_the_prefill_node_is_busy_and_not_beyond_the_limit(
     assert (alone.prefill, alone.spills, alone.other) == ("d", False, None)
 
 
-@pytest.mark.parametrize(("ttft_ms", "spills"), [(60.0, False), (40.0, True)])
+@pytest.mark.parametrize(
+    ("ttft_ms", "limit_ms", "held", "spills"),
+    [
+        (60.0, math.inf, 0, False),
+        (40.0, math.inf, 0, True),
+        (60.0, 38.0, 0, True),
+        (60.0, math.inf, 900, True),
+    ],
+)
 def test_a_prompt_that_is_well_in_time_stays_on_a_prefill_node(
-    ttft_ms: float, spills: bool
+    ttft_ms: float, limit_ms: float, held: int, spills: bool
 ) -> None:
     prefill = [node("p", backlog_ms=15.0, prompt_share=0.3)]
-    request = PlacementRequest(1_000, 100, ttft_ms=ttft_ms, tpot_ms=20.0)
-    assert placing(request, prefill, [node("d")]).spills == spills, (
-        "the first token comes after 41 ms"
+    request = PlacementRequest(
+        1_000,
+        100,
+        ttft_ms=ttft_ms,
+        tpot_ms=20.0,
+        ttft_limit_ms=limit_ms,
+        cached={"d": held} if held else {},
     )
+    # Its first token would come after 41 ms, from the decode node alone after 24.
+    assert placing(request, prefill, [node("d")]).spills == spills
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,14 @@ import msgspec
 import pytest
 from router_doubles import KV, NO_PROMPTS, parse_job
 
-from kvrelay.router.nodes.node import FAILURES_IN_A_ROW, HealthReport, Node, NodeSpec, Source
+from kvrelay.router.nodes.node import (
+    FAILURES_IN_A_ROW,
+    HealthReport,
+    Node,
+    NodeKind,
+    NodeSpec,
+    Source,
+)
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.placement import Placement, Refuse, Wait
 from kvrelay.router.prefix.index import Prefix
@@ -128,18 +135,18 @@ def test_a_told_target_is_a_limit_where_nodes_have_said_what_they_cost() -> None
     rig = Rig()
     late = job(Slo(0.010, None))
     wanted = rig.placer.limited(rig.query(late), late.targets)
-    refused = rig.placer.find_after(wanted, 0.0, 0.0)
+    refused = rig.placer.find_after(0.0, wanted)
     assert isinstance(refused, Refuse)
     assert (refused.what, refused.never, refused.limit_ms) == ("ttft", True, 10)
     alone_ms = 0.95 * refused.expected_ms
     barely = replace(wanted, ttft_limit_ms=alone_ms + 0.1)
-    assert rig.placer.find_after(barely, 0.0, 0.0) == replace(refused, limit_ms=alone_ms + 0.1)
+    assert rig.placer.find_after(0.0, barely) == replace(refused, limit_ms=alone_ms + 0.1)
     wanted = replace(wanted, ttft_limit_ms=1_000.0)
     for load, in_time in ((ROOMY, Placement), (FULL, Wait)):
         for name in ("d0", "d1"):
             rig.says(name, load)
-        assert isinstance(rig.placer.find_after(wanted, 0.0, 0.9), in_time)
-        refused = rig.placer.find_after(wanted, 0.0, 0.945)
+        assert isinstance(rig.placer.find_after(900.0, wanted), in_time)
+        refused = rig.placer.find_after(945.0, wanted)
         assert isinstance(refused, Refuse)
         assert (refused.never, refused.limit_ms) == (False, 1_000), "it has waited too long"
         assert refused.expected_ms > 1_000
@@ -147,21 +154,19 @@ def test_a_told_target_is_a_limit_where_nodes_have_said_what_they_cost() -> None
     assert unknown.limited(wanted, late.targets) is wanted
 
 
-def test_what_targets_leave_no_room_for_is_known_as_refused_work() -> None:
+def test_refused_work_is_what_nodes_would_have_computed() -> None:
     rig = Rig()
-    wanted = replace(rig.query(job(Slo(1.0, None))), tokens=1_000, output=200, most_output=50)
-    in_vain = replace(wanted, ttft_limit_ms=1.0)
-    assert isinstance(rig.placer.find_after(in_vain, 0.0, 0.0), Refuse), "no node ever could"
-    assert isinstance(rig.placer.find_after(wanted, 0.0, 0.0), Placement)
+    asked = replace(rig.query(job()), tokens=1_000, output=200, most_output=50)
     assert rig.placer.refused_work(0.0) == {}
-    late = replace(wanted, ttft_limit_ms=1_000.0, cached={"http://p0": 400})
+    held = replace(asked, cached={"http://p0": 400}, below={"http://d0": (300, 600)})
+    whole = replace(asked, cached={"http://p0": 1_100})  # as far as chunks tell
     for second in range(40):
-        for request in (late, in_vain, wanted):
-            rig.placer.find_after(request, second - 0.99, float(second))
+        for wanted in (asked, held, whole, replace(asked, kind=NodeKind.VLLM)):
+            rig.placer.note_refused(wanted, float(second))
     prompts_ms, tokens = rig.placer.refused_work(39.0)["m"]
-    # One a second; means of some seconds are a little higher just after one.
-    assert prompts_ms == pytest.approx(600 * 0.02 / 1e3, rel=0.15)
-    assert tokens == pytest.approx(50 / 1e3, rel=0.15)
+    # Means of some seconds are a little higher just after a request.
+    assert prompts_ms == pytest.approx((1_000 + 400 + 1) * 0.02 / 1e3, rel=0.15)
+    assert tokens == pytest.approx(3 * 50 / 1e3, rel=0.15)
     assert max(rig.placer.refused_work(90.0)["m"]) < 1e-6
 
 
