@@ -223,7 +223,7 @@ class CacheProcess:
     def _granted(self, pull: _Pull, granted: Granted) -> None:
         slots = None
         if granted.ticket is not None:
-            pull.remote = granted.ticket.remote_block_ids[0]
+            pull.remote = granted.ticket.blocks
             slots = self._table.room(len(pull.remote))
             self._connector.watch(pull.request_id, granted.ticket)
         if slots is None:

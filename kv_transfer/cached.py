@@ -156,10 +156,7 @@ class Callers:
 
 
 def _fits(ticket: Ticket, ask: _Ask) -> bool:
-    most = len(ask.message.hashes) // HASH_BYTES
-    if peer_of(ticket) != ask.peer or ticket.growing or not ticket.remote_block_ids:
+    if peer_of(ticket) != ask.peer or ticket.growing or len(ticket.remote_block_ids) != 1:
         return False
-    return all(
-        0 < len(blocks) <= most and all(0 < block < _MAX_INT for block in blocks)
-        for blocks in ticket.remote_block_ids
-    )
+    most = len(ask.message.hashes) // HASH_BYTES
+    return 0 < len(ticket.blocks) <= most and all(0 < block < _MAX_INT for block in ticket.blocks)

@@ -40,10 +40,6 @@ class Offer:
     def lease(self) -> LeaseId:
         return lease_of(self.ticket)
 
-    @property
-    def blocks(self) -> list[int]:
-        return self.ticket.remote_block_ids[0]
-
     def progress(self) -> ChunkProgress:
         return ChunkProgress(self.lease, self.ready, self.completion)
 
@@ -104,7 +100,7 @@ class Offers:
             self.release(request_id)
             return None
         offer.ticket = replace(offer.ticket, growing=False)
-        offer.ready, offer.completion = len(offer.blocks), completion
+        offer.ready, offer.completion = len(offer.ticket.blocks), completion
         self._prolong(offer, now)
         self._tell(offer)
         return offer.ticket
@@ -126,7 +122,7 @@ class Offers:
         if offer is None:
             return None
         new = [block for block in dict.fromkeys(blocks) if (reader, block) not in offer.asked]
-        if len(new) > MOST_BLOCKS or not set(new) <= set(offer.blocks[: offer.ready]):
+        if len(new) > MOST_BLOCKS or not set(new) <= set(offer.ticket.blocks[: offer.ready]):
             return []
         offer.asked.update((reader, block) for block in new)
         return new

@@ -234,7 +234,7 @@ class TransferEngine:
         peer, lease = peer_of(ticket), lease_of(ticket)
         refused = refusal(ticket, self._config.cluster_secret, time.time())
         with self._turn():
-            growing = sum(map(len, ticket.remote_block_ids)) if ticket.growing else None
+            growing = len(ticket.blocks) if ticket.growing else None
             self._fetches.watch(request_id, peer, lease, growing)
             # Before anything is dialled: the signature vouches for the address, too.
             if refused is not None:

@@ -176,8 +176,7 @@ class Pulls:
             price.asked(ms, now)
         request.asking = False
         if event.ticket is not None:
-            blocks = (request.pull_from or 0) + len(event.ticket.remote_block_ids[0])
-            request.promised = blocks * self._engine.pool.block_size
+            request.promised = event.ticket.num_tokens
         elif not event.reason.startswith(NOT_HELD):
             request.promised = max(request.promised, request.asked)
         if event.ticket is not None:
@@ -200,7 +199,7 @@ class Pulls:
         self.tokens += request.pulled_tokens
         self.failures[cause] += 1
         if cause == TransferTimeout.__name__:
-            num_bytes = len(ticket.remote_block_ids[0]) * self._block_bytes
+            num_bytes = len(ticket.blocks) * self._block_bytes
             request.pull_price.read(num_bytes, request.pull_s * 1e3, time.monotonic())
 
     def give_up(self, now: float) -> None:

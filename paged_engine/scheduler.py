@@ -301,7 +301,7 @@ class Scheduler:
         self._fetching[request.request_id] = request
         # A block before the first one may have been evicted meanwhile.
         missing = first > len(shared)
-        remote = [] if missing else ticket.remote_block_ids[0][len(shared) - first :]
+        remote = [] if missing else ticket.blocks[len(shared) - first :]
         if pulls:
             reached = (len(shared) + len(remote)) * self._block_size
             request.fetch = msgspec.structs.replace(ticket, num_tokens=reached)

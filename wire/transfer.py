@@ -62,7 +62,7 @@ class Ticket(Struct, frozen=True, kw_only=True):
 
     remote_engine_id: str = ""
     remote_block_ids: list[list[int]] = []
-    """A list for the one KV group."""
+    """A list for each KV group, all equally long; a model has one today."""
     remote_request_id: str = ""
     remote_host: str = ""
     remote_port: int = 0
@@ -78,6 +78,11 @@ class Ticket(Struct, frozen=True, kw_only=True):
     adapter: str = ""
     """LoRA adapter that made the KV; empty for the model alone."""
     adapter_digest: str = ""
+
+    @property
+    def blocks(self) -> list[int]:
+        """Return the blocks of all groups, in the order in which they are computed."""
+        return [block for row in zip(*self.remote_block_ids, strict=True) for block in row]
 
 
 class Source(Struct, frozen=True):

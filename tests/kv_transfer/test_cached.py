@@ -246,6 +246,7 @@ def ticket(blocks: Sequence[int], **changes: object) -> Ticket:
         ticket([1], generation="x"),
         ticket([1], remote_port=1),
         ticket([1], remote_block_ids=[]),
+        ticket([1], remote_block_ids=[[1], [2]]),
         ticket([0]),
         ticket([1 << 63]),
     ],

@@ -27,7 +27,7 @@ class Words(set[int]):
 
 
 class Table(Offers):
-    """Offers of blocks 1 to 4."""
+    """Offers of blocks 1 to 4, in two groups."""
 
     def __init__(self) -> None:
         self.words = Words()
@@ -35,7 +35,7 @@ class Table(Offers):
 
     def offer(self, name: str, now: float = 0.0, ready: int | None = None) -> Ticket:
         ticket = Ticket(
-            remote_request_id=name, remote_block_ids=[[1, 2, 3, 4]], growing=ready is not None
+            remote_request_id=name, remote_block_ids=[[1, 3], [2, 4]], growing=ready is not None
         )
         return self.add(ticket, 4 if ready is None else ready, now)
 

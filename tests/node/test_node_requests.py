@@ -177,6 +177,7 @@ def test_log_probabilities_of_the_prompt_are_handed_over_and_no_ticket_goes_befo
         ("remote_request_id", "r" * 257),
         ("remote_block_ids", [[1]]),
         ("remote_block_ids", [[1, 0]]),
+        ("remote_block_ids", [[1, 2], [3, 4]]),
     ],
 )
 def test_a_ticket_that_can_lead_nowhere_is_refused(
