@@ -18,7 +18,7 @@ from typing import Literal
 from zlib import crc32
 
 from kvrelay.router.node_load import NodeLoad, Share
-from kvrelay.wire.announced import TARGET_USED
+from kvrelay.wire.step_costs import TARGET_USED
 
 __all__ = [
     "AVOIDED_MS",

@@ -9,16 +9,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from kvrelay.wire.step_costs import DecayingMean, RunningMean, StepCosts
+from kvrelay.wire.step_costs import TARGET_USED, DecayingMean, RunningMean, StepCosts
 
-__all__ = ["FIRST_OUTPUT", "FIRST_SPILL_MS", "TARGET_USED", "Announced"]
+__all__ = ["FIRST_OUTPUT", "FIRST_SPILL_MS", "Announced"]
 
 FIRST_OUTPUT = 128.0
 """Expected tokens of an answer before any has ended."""
 _OUTPUTS_MEAN = 32
 _LEAST_TPOT_MS = 0.1
-TARGET_USED = 0.95
-"""Share of a wanted time that is planned: what is measured of a node is not exact."""
 FIRST_SPILL_MS = 250.0
 """Time for prompts that may spill at once."""
 _MOST_SPILL_MS = 2_000.0

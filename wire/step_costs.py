@@ -15,6 +15,7 @@ import msgspec
 
 __all__ = [
     "MEMORY_MS",
+    "TARGET_USED",
     "TPOT_STEPS",
     "DecayingMean",
     "Pace",
@@ -28,6 +29,8 @@ __all__ = [
 
 MEMORY_MS = 4_000.0
 """Means of nodes and routers are over about so long."""
+TARGET_USED = 0.95
+"""Share of a wanted time that is planned: what is measured of a node is not exact."""
 
 
 class DecayingMean:
@@ -236,7 +239,7 @@ class StepBudget:
         fixed = self.costs.decode_ms(rows, context) + self.costs.prompts
         return StepRoom(
             self,
-            self.gap_ms - fixed if rows else math.inf,
+            TARGET_USED * self.gap_ms - fixed if rows else math.inf,
             _ENOUGH * max(0.0, fixed),
             rows,
         )

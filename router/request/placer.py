@@ -28,12 +28,12 @@ from kvrelay.router.placement import (
 from kvrelay.router.policies import POLICIES
 from kvrelay.router.prefix.index import Prefix
 from kvrelay.router.request.job import Job, Slo, is_undivided
-from kvrelay.wire.announced import FIRST_OUTPUT, TARGET_USED
+from kvrelay.wire.announced import FIRST_OUTPUT
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvNotLoaded, NoNode
 from kvrelay.wire.ladder import Found, places_of
 from kvrelay.wire.router_config import PRICE, RouterConfig
-from kvrelay.wire.step_costs import DecayingMean, RunningMean
+from kvrelay.wire.step_costs import TARGET_USED, DecayingMean, RunningMean
 from kvrelay.wire.transfer import Source
 
 __all__ = ["PlacementLeases", "Placer", "PlacementQuery"]

@@ -13,8 +13,7 @@ from scheduling import BLOCK, EOS, drain, launch, ticket
 
 from kvrelay.paged_engine.request import Request, State
 from kvrelay.paged_engine.scheduler import Scheduler
-from kvrelay.wire.announced import TARGET_USED
-from kvrelay.wire.step_costs import MEMORY_MS, TPOT_STEPS, StepCosts
+from kvrelay.wire.step_costs import MEMORY_MS, TARGET_USED, TPOT_STEPS, StepCosts
 
 COSTS = StepCosts(8.0, 0.25, 1 / 1024, -2.0, 0.125, 1 / 8192)
 IDLE_GAIN = 1 - 1 / (TARGET_USED * TPOT_STEPS)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.wire.step_costs import Pace, StepBudget, StepCosts
+from kvrelay.wire.step_costs import TARGET_USED, Pace, StepBudget, StepCosts
 
 H200 = StepCosts(3.9, 0.014, 2.4e-5, 0.5, 0.0205, 1.05e-6)
 """About those of an H200 with 8 billion parameters."""
@@ -34,7 +34,9 @@ def test_a_step_beside_decodes_keeps_to_the_gap_and_one_without_to_its_tokens() 
     budget = StepBudget(8192, BLOCK, H200, gap_ms=50.0)
     assert budget.room(0, 0).take(10_000, 0) == 8192
     taken = budget.room(100, 100_000).take(10_000, 0)
-    assert H200.decode_ms(100, 100_000) + 0.5 + H200.chunk_ms(taken) == pytest.approx(50, abs=0.03)
+    assert H200.decode_ms(100, 100_000) + 0.5 + H200.chunk_ms(taken) == pytest.approx(
+        47.5, abs=0.03
+    )
     assert budget.room(100, 100_000).take(10_000, 100_000) < taken, (
         "attention over what was before takes time, too"
     )
@@ -116,7 +118,7 @@ def test_without_costs_a_step_has_its_tokens_alone() -> None:
 def test_no_step_takes_longer_than_the_gap_but_for_one_block(
     prompts: list[tuple[int, int]], rows: int, gap_ms: float
 ) -> None:
-    budget = StepBudget(8192, BLOCK, H200, gap_ms)
+    budget = StepBudget(8192, BLOCK, H200, gap_ms / TARGET_USED)
     room, ms, tokens = (
         budget.room(rows, rows * 1000),
         H200.decode_ms(rows, rows * 1000) + H200.prompts,
