@@ -212,7 +212,10 @@ class CacheProcess:
 
     def _begin_pull(self, now: float) -> None:
         engine = self._engine
-        if engine is None or self._pull is not None or now < self._pull_at:
+        if engine is None or self._pull or now < self._pull_at or not self._table.offered:
+            return
+        if not self._connector.meet(engine):  # else the lease of what it tells first runs out
+            self._pull_at = now + _PAUSE_S
             return
         most = max(1, min(_BATCH_BLOCKS, _BATCH_BYTES // self._setup.block_bytes))
         if names := self._table.wanted(most):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from stores import name
 from kvrelay.cache_node.process import CacheProcess
 from kvrelay.cache_node.store import PAGE
 from kvrelay.kernels.pool_memory import zeros
+from kvrelay.kv_transfer.backend import Source as Peer
 from kvrelay.kv_transfer.checksums import MOST_BLOCKS
 from kvrelay.kv_transfer.connector import (
     CachedAsked,
@@ -29,6 +31,7 @@ from kvrelay.kv_transfer.connector import (
     Released,
     Settled,
 )
+from kvrelay.kv_transfer.direct import DirectBackend
 from kvrelay.kv_transfer.messages import Doubt
 from kvrelay.kv_transfer.transfer_engine import TransferEngine
 from kvrelay.paged_engine.blocks import BlockPool
@@ -304,6 +307,30 @@ def test_an_engine_that_has_lost_what_it_told_costs_nothing_else(world: World) -
     world.until(lambda: all(host.held(number) for number in (1, 2, 3, 4, 7, 8, 9, 10)))
     assert host.stats.host.stored <= 8
     world.until(lambda: engine.pool.free == engine.pool.total)
+
+
+def test_no_block_is_leased_before_its_engine_can_be_read(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first use of a GPU takes longer than a lease, and what is lost is not asked for again."""
+    begun, ready, add_peer = threading.Event(), threading.Event(), DirectBackend.add_peer
+
+    def late(backend: DirectBackend, source: Peer) -> None:
+        begun.set()
+        assert ready.wait(120)
+        add_peer(backend, source)
+
+    monkeypatch.setattr(DirectBackend, "add_peer", late)
+    host = world.host()
+    engine = world.engine(host)
+    world.until(begun.is_set)
+    engine.fill(1, torch.zeros(BLOCK_BYTES, dtype=torch.uint8))
+    host.say(engine.changes())
+    world.until(lambda: host.cache._table.offered)
+    host.turn()
+    assert (host.cache._pull, engine.connector.stats().leases_granted) == (None, 0)
+    ready.set()
+    world.until(lambda: host.held(1))
 
 
 def test_a_peer_that_doubts_without_end_has_few_blocks_summed(world: World) -> None:
