@@ -79,8 +79,11 @@ class Tiers:
 
     def wait_stored(self) -> None:
         """Wait until blocks are in host memory: a first use of a GPU takes seconds."""
-        stored = "kvrelay_tier_host_stored_blocks_total"
-        wait_until(lambda: self.tiered.metric(stored) > 0, stored)
+        wait_until(lambda: self.in_host > 0, "blocks are in host memory")
+
+    @property
+    def in_host(self) -> float:
+        return self.tiered.metric("kvrelay_tier_host_blocks")
 
     def turn(self, session: int, number: int) -> None:
         """Ask both nodes for the next answer of a session: each token must be equal."""
@@ -222,6 +225,7 @@ def test_a_cache_process_that_dies_is_followed_by_one_that_an_engine_leaves_its_
     tiers.turn(1, 0)
     tiers.wait_stored()
     assert httpx2.post(f"{tiers.tiered.url}/reset_prefix_cache", timeout=60).status_code == 200
+    wait_until(lambda: tiers.in_host == 0, "host memory is empty")
     tiers.turn(1, 1)
     tiers.wait_stored()
     tiers.kill(b"cache_process")
