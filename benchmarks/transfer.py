@@ -136,7 +136,7 @@ class End:
         self.connector.watch(name, claim)
         time.sleep(LEAD_S)
         before = self.connector.stats().checked_blocks
-        self.connector.fetch(name, claim.remote_block_ids[0], blocks)
+        self.connector.fetch(name, claim.blocks, blocks)
         event = self._event(within_s)
         if not isinstance(event, Fetched):
             raise TransferError(event.reason if isinstance(event, FetchFailed) else f"{event}")

@@ -214,7 +214,7 @@ class CacheProcess:
         engine = self._engine
         if engine is None or self._pull or now < self._pull_at or not self._table.offered:
             return
-        if not self._connector.meet(engine):  # else the lease of what it tells first runs out
+        if not self._connector.meet(engine):  # to join it may take longer than a lease
             self._pull_at = now + _PAUSE_S
             return
         most = max(1, min(_BATCH_BLOCKS, _BATCH_BYTES // self._setup.block_bytes))

@@ -158,5 +158,5 @@ class Callers:
 def _fits(ticket: Ticket, ask: _Ask) -> bool:
     if peer_of(ticket) != ask.peer or ticket.growing or len(ticket.remote_block_ids) != 1:
         return False
-    most = len(ask.message.hashes) // HASH_BYTES
-    return 0 < len(ticket.blocks) <= most and all(0 < block < _MAX_INT for block in ticket.blocks)
+    most, blocks = len(ask.message.hashes) // HASH_BYTES, ticket.blocks
+    return 0 < len(blocks) <= most and all(0 < block < _MAX_INT for block in blocks)

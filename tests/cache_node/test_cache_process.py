@@ -184,7 +184,7 @@ class World:
         assert isinstance(granted, Granted)
         if granted.ticket is None:
             return granted.reason
-        remote = granted.ticket.remote_block_ids[0]
+        remote = granted.ticket.blocks
         blocks = engine.pool.allocate(len(remote))
         assert blocks is not None
         engine.connector.watch(ask, granted.ticket)

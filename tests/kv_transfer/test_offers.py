@@ -27,7 +27,7 @@ class Words(set[int]):
 
 
 class Table(Offers):
-    """Offers of blocks 1 to 4, in two groups."""
+    """A table of offers of blocks 1 to 4, in two groups."""
 
     def __init__(self) -> None:
         self.words = Words()
