@@ -139,12 +139,13 @@ class CacheProcess:
     def _handle(self, message: Attach | CacheChanges) -> None:
         if isinstance(message, Attach):
             self._engine, self._table.clears = message.engine, message.clears
-            self._connector.meet(message.engine)  # a first use of a GPU takes seconds
             self._table.offered.clear()
             self._tell(everything=True)
-            stored = self._store.stats.blocks if self._store else 0
-            blocks = (self._table.pool.cached, stored)
-            log.info("an engine is told of %d blocks in host memory and %d in the store", *blocks)
+            self._report_at = 0.0
+            # At once: a node that has not heard of this process ends with its engine. And a first
+            # use of a GPU takes seconds.
+            self._report(time.monotonic())
+            self._connector.meet(message.engine)
             return
         self._table.note(message)
         if message.cleared:
@@ -173,7 +174,7 @@ class CacheProcess:
                     if times := self._failed.times(time.monotonic()):
                         log.warning("no KV from the engine, times=%d: %s", times, reason)
                 case Settled() if pull is not None:
-                    self._end_pull(pull, pause_s=_PAUSE_S)
+                    self._end_pull(pull, failed=True)
 
     # Up: an engine asks for blocks.
 
@@ -212,10 +213,7 @@ class CacheProcess:
 
     def _begin_pull(self, now: float) -> None:
         engine = self._engine
-        if engine is None or self._pull or now < self._pull_at or not self._table.offered:
-            return
-        if not self._connector.meet(engine):  # to join it may take longer than a lease
-            self._pull_at = now + _PAUSE_S
+        if engine is None or self._pull is not None or now < self._pull_at:
             return
         most = max(1, min(_BATCH_BLOCKS, _BATCH_BYTES // self._setup.block_bytes))
         if names := self._table.wanted(most):
@@ -231,7 +229,7 @@ class CacheProcess:
             self._connector.watch(pull.request_id, granted.ticket)
         if slots is None:
             self._connector.cancel(pull.request_id)
-            self._end_pull(pull, pause_s=_PAUSE_S * (granted.reason != NOT_HELD))
+            self._end_pull(pull, failed=granted.reason != NOT_HELD)
             return
         pull.slots = slots
         self._connector.fetch(pull.request_id, pull.remote, slots)
@@ -243,13 +241,17 @@ class CacheProcess:
         if self._store is not None:
             self._store.to_write += pull.names[: len(sums)]
 
-    def _end_pull(self, pull: _Pull, sums: Sequence[bytes] = (), pause_s: float = 0.0) -> None:
-        """Keep blocks with checksums. The first that did not come is asked for no more."""
+    def _end_pull(self, pull: _Pull, sums: Sequence[bytes] = (), *, failed: bool = False) -> None:
+        """Keep blocks with checksums. A failed pull is tried again, after a pause.
+
+        Otherwise the first block that did not come is asked for no more.
+        """
         next_at = pull.began + len(pull.slots) * self._block_s
-        self._pull, self._pull_at = None, max(next_at, time.monotonic() + pause_s)
+        self._pull, self._pull_at = None, max(next_at, time.monotonic() + _PAUSE_S * failed)
         self._table.landed(pull.names, pull.slots, sums, pull.since)
         if pull.since == self._table.clears:
-            self._table.offered |= dict.fromkeys(pull.names[len(pull.slots) + 1 :])
+            left = pull.names if failed else pull.names[len(pull.slots) + 1 :]
+            self._table.offered |= dict.fromkeys(left)
 
     def _tell(self, *, everything: bool = False) -> None:
         """Tell what has come and gone, or to a new engine everything."""
@@ -269,7 +271,8 @@ class CacheProcess:
         self._report_at = now + STATS_INTERVAL_S
         self._tell()
         table, store = self._table, self._store
-        stats = CacheStats(self._source, table.clears, table.stats)
+        told = self._engine.generation if self._engine else ""
+        stats = CacheStats(self._source, table.clears, told, table.stats)
         stats.host.blocks, stats.host.used = table.pool.cached, table.pool.total - table.pool.free
         if store is not None:
             stats.store = store.stats

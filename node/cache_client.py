@@ -125,6 +125,9 @@ class CacheClient:
                 case CacheStats() as stats if child.alive:
                     if self.stats is None:
                         child.remove_folder()  # they are connected, and a kill leaves nothing
+                    if stats.engine != (self.stats.engine if self.stats else ""):
+                        told = "an engine is told of %d blocks in host memory and %d in the store"
+                        log.info(told, stats.host.blocks, stats.store.blocks)
                     self.stats = stats
                 case CacheChanges() as changes:
                     self._hear(changes)

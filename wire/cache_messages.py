@@ -40,6 +40,8 @@ class CacheStats(msgspec.Struct, tag=True):
     source: Source
     clears: int = 0
     """Resets that were told, and followed."""
+    engine: str = ""
+    """Generation of the engine that was last told of all blocks."""
     host: TierStats = msgspec.field(default_factory=TierStats)
     store: TierStats = msgspec.field(default_factory=TierStats)
 

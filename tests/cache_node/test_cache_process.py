@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,12 +14,14 @@ import torch
 import zmq
 from stores import name
 
+from kvrelay.cache_node import process
 from kvrelay.cache_node.process import CacheProcess
 from kvrelay.cache_node.store import PAGE
 from kvrelay.kernels.pool_memory import zeros
 from kvrelay.kv_transfer.backend import Source as Peer
 from kvrelay.kv_transfer.checksums import MOST_BLOCKS
 from kvrelay.kv_transfer.connector import (
+    BlockIds,
     CachedAsked,
     Doubted,
     Event,
@@ -37,7 +38,7 @@ from kvrelay.kv_transfer.transfer_engine import TransferEngine
 from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.wire.cache_messages import Attach, CacheSetup, CacheStats, FromCache
 from kvrelay.wire.config import CacheConfig, TransferConfig
-from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.errors import ConfigError, TransferError
 from kvrelay.wire.kv_events import CPU, STORAGE, CacheChanges
 from kvrelay.wire.transfer import Fingerprint, Source
 from kvrelay.wire.versions import HANDOVER
@@ -112,6 +113,9 @@ class Host:
     def turn(self) -> None:
         self.cache.wakeup()
         self.cache.turn()
+        self.hear()
+
+    def hear(self) -> None:
         while self.parent.poll(0):
             match msgspec.msgpack.decode(self.parent.recv(), type=FromCache):
                 case CacheChanges() as changes:
@@ -309,28 +313,42 @@ def test_an_engine_that_has_lost_what_it_told_costs_nothing_else(world: World) -
     world.until(lambda: engine.pool.free == engine.pool.total)
 
 
-def test_no_block_is_leased_before_its_engine_can_be_read(
+def test_a_node_hears_of_its_process_before_that_meets_the_engine(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A first use of a GPU takes longer than a lease, and what is lost is not asked for again."""
-    begun, ready, add_peer = threading.Event(), threading.Event(), DirectBackend.add_peer
+    """A first use of a GPU takes seconds, in which the end of the engine would be the node's."""
+    host, heard = world.host(), list[int]()
 
-    def late(backend: DirectBackend, source: Peer) -> None:
-        begun.set()
-        assert ready.wait(120)
-        add_peer(backend, source)
+    def meet(_engine: Source) -> bool:
+        while host.stats.clears != 7 and host.parent.poll(5000):
+            host.hear()
+        heard.append(host.stats.clears)
+        return True
 
-    monkeypatch.setattr(DirectBackend, "add_peer", late)
+    monkeypatch.setattr(host.cache._connector, "meet", meet)
+    world.until(lambda: host.stats.source.port)
+    host.say(Attach(Source("", 0, "new", 0), 7))
+    world.until(lambda: heard)
+    assert (heard, host.stats.engine) == ([7], "new")
+
+
+def test_blocks_whose_read_failed_are_read_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries, post_read = list[Peer](), DirectBackend.post_read
+
+    def fails_at_first(backend: DirectBackend, source: Peer, *blocks: BlockIds) -> object:
+        tries.append(source)
+        if len(tries) == 1:
+            raise TransferError("not yet")
+        return post_read(backend, source, *blocks)
+
+    monkeypatch.setattr(DirectBackend, "post_read", fails_at_first)
+    monkeypatch.setattr(process, "_PAUSE_S", 0.0)
     host = world.host()
-    engine = world.engine(host)
-    world.until(begun.is_set)
-    engine.fill(1, torch.zeros(BLOCK_BYTES, dtype=torch.uint8))
-    host.say(engine.changes())
-    world.until(lambda: host.cache._table.offered)
-    host.turn()
-    assert (host.cache._pull, engine.connector.stats().leases_granted) == (None, 0)
-    ready.set()
-    world.until(lambda: host.held(1))
+    world.fill(host, world.engine(host), range(3))
+    world.until(lambda: host.stats.host.stored == 3)
+    assert host.stats.host.failed == 3
 
 
 def test_a_peer_that_doubts_without_end_has_few_blocks_summed(world: World) -> None:

@@ -245,7 +245,12 @@ def children(pid: int, what: bytes) -> list[int]:
         listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except FileNotFoundError:
         return []
-    return [int(child) for child in listed if what in Path(f"/proc/{child}/cmdline").read_bytes()]
+    found = []
+    for child in listed:
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            if what in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(int(child))
+    return found
 
 
 @dataclass(eq=False)

@@ -233,9 +233,9 @@ def test_a_cache_process_that_dies_is_followed_by_one_that_an_engine_leaves_its_
     tiers.turn(1, 2)
     tiers.wait_stored()
     tiers.kill_engine()
-    before = tiers.cached
+    before = tiers.rungs["host"]
     tiers.turn(1, 3)
-    assert tiers.cached > before
+    assert tiers.rungs["host"] > before
     # A second death within a minute is its last, and the next one of an engine the node's.
     tiers.kill(b"cache_process")
     for number in range(4, 6):
@@ -262,6 +262,7 @@ def test_kv_of_two_ranks_on_gpus_outlives_its_engine(tmp_path: Path) -> None:
         node = cluster.start("serve", [*cluster.flags, *TIERS, "--kv-host-memory=4MiB"])
         cluster.nodes.append(node)
         cluster.wait_ready(node, within_s=240)
+        wait_until(lambda: node.engines_told() == 1, "it is told")
         prompt = [2 + at * at % 290 for at in range(300)]
         first = complete(node.url, prompt, logprobs=0)["choices"][0]["logprobs"]
         stored = "kvrelay_tier_host_stored_blocks_total"
