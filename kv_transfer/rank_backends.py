@@ -31,13 +31,12 @@ from kvrelay.kv_transfer.ranks import (
     from_rank,
     to_rank,
 )
-from kvrelay.kv_transfer.sockets import Connection, SocketThread, received
+from kvrelay.kv_transfer.sockets import JOIN_S, Connection, SocketThread, received
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import ConfigError, PeerLost
 
 __all__ = ["LedBackends", "RankBackends", "join_connector", "make_backends", "terms_of"]
 
-JOIN_S = 0.4
 # The fastest first: a pair chooses among those that both have.
 KINDS = ("direct", "nixl", "nccl")
 
@@ -127,7 +126,7 @@ class LedBackends(SocketThread):
         self._send(Prepared(rank, region, self._backends.missing))
         self.start()
 
-    def close(self, timeout_s: float | None = JOIN_S) -> None:
+    def close(self, timeout_s: float = JOIN_S) -> None:
         super().close(timeout_s)
         self._backends.close(JOIN_S)
 

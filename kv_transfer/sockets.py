@@ -37,8 +37,9 @@ Socket = zmq.Socket[bytes]
 
 # Messages taken from one socket before the others get their turn.
 BURST = 256
-# How long farewells may take when we close.
+# How long farewells may take when we close, and all of closing.
 LINGER_MS = 100
+JOIN_S = 0.4
 # What CURVE adds to a message under zmq's size limit.
 CURVE_OVERHEAD_BYTES = 33
 # A node with another secret hangs up silently ("no detail", as a cut connection).
@@ -129,8 +130,8 @@ class SocketThread(abc.ABC):
         with suppress(BlockingIOError, OSError):
             self._waker.send(b"\0")
 
-    def close(self, timeout_s: float | None = None) -> None:
-        """End the thread and its sockets; wait so long, by default without limit."""
+    def close(self, timeout_s: float = JOIN_S) -> None:
+        """End the thread and its sockets, and wait so long."""
         self._closing = True
         self.wake()
         if self._thread.ident is None:
@@ -144,6 +145,9 @@ class SocketThread(abc.ABC):
         """Return a socket; with CURVE `keys` (public, secret) a server or its client."""
         sock = self._context.socket(kind)
         sock.setsockopt(zmq.IPV6, 1)
+        # Before it listens: connections keep the value of then, and without a limit a reply to a
+        # peer that has gone can hold up the end of the context for good.
+        sock.linger = LINGER_MS
         sock.setsockopt(zmq.MAXMSGSIZE, self._max_bytes + CURVE_OVERHEAD_BYTES)
         if self._unbounded:
             sock.set_hwm(0)
@@ -161,7 +165,7 @@ class SocketThread(abc.ABC):
         try:
             port = listen(router, host, port)
         except ConfigError:
-            self._context.destroy(linger=0)
+            self._context.destroy()
             self._close_waker()
             raise
         self.poller.register(router, zmq.POLLIN)
@@ -208,7 +212,7 @@ class SocketThread(abc.ABC):
 
     def _end(self) -> None:
         self.on_close()
-        self._context.destroy(LINGER_MS)
+        self._context.destroy()
         self._close_waker()
 
     def _close_waker(self) -> None:
@@ -252,8 +256,8 @@ class Connection:
         for sock in (self.dealer, self.monitor):
             self._thread.poller.unregister(sock)
         self.dealer.disable_monitor()
-        self.monitor.close(linger=0)
-        self.dealer.close(linger=LINGER_MS)
+        self.monitor.close()
+        self.dealer.close()
 
 
 def require_curve(who: str) -> None:

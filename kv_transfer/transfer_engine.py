@@ -52,6 +52,7 @@ from kvrelay.kv_transfer.offers import Offers
 from kvrelay.kv_transfer.peers import Peers
 from kvrelay.kv_transfer.rank_backends import make_backends, terms_of
 from kvrelay.kv_transfer.ranks import Broke, FromRank, RankLink
+from kvrelay.kv_transfer.sockets import JOIN_S
 from kvrelay.kv_transfer.tickets import refusal, sealed_address, signed
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.engine_messages import TransferStats
@@ -60,8 +61,6 @@ from kvrelay.wire.transfer import Fingerprint, Source, Ticket
 
 __all__ = ["TransferEngine"]
 
-# close() promises a second, and joins two threads.
-JOIN_S = 0.4
 # A step loop silent for so long hangs. A long prompt's step on a CPU takes seconds.
 STALL_S = 60.0
 
@@ -123,9 +122,9 @@ class TransferEngine:
             )
             self._backends.open_first(self._on_opened)
         except KvrelayError:
-            self._control.close(JOIN_S)
+            self._control.close()
             if link is not None:
-                link.close(JOIN_S)
+                link.close()
             raise
         hello = HandshakeRequest(engine_id, fingerprint)
         self._peers = Peers(hello, config, self._fetches, self._asks, self._control, self._backends)
@@ -297,7 +296,7 @@ class TransferEngine:
         # The backends first: whoever finds nobody at our address believes that nothing of ours is
         # in flight.
         self._backends.close(JOIN_S)
-        self._control.close(JOIN_S)
+        self._control.close()
 
     # Called from the control thread.
 

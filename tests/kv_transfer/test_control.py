@@ -20,6 +20,7 @@ import zmq
 from engine_node import AT_ONCE_S, CONFIG, FINGERPRINT, node, reason
 from shared_backend import pattern
 
+from kvrelay.kv_transfer import sockets
 from kvrelay.kv_transfer.connector import PeerKey, Settled
 from kvrelay.kv_transfer.control import ENDED_EARLY, ControlThread
 from kvrelay.kv_transfer.messages import (
@@ -139,6 +140,19 @@ def test_another_secret_or_none_is_told_at_once_with_the_remedy(theirs: str, our
         assert there.asked == []
         with pytest.raises(queue.Empty):
             here.news.get(timeout=0.1)  # it is told once
+
+
+def test_a_socket_has_its_linger_before_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connections keep the value of then: a reply to one that is gone would wait for good."""
+    seen, listen = list[int](), sockets.listen
+
+    def bound(listener: zmq.Socket[Any], host: str, port: int) -> int:
+        seen.append(listener.linger)
+        return listen(listener, host, port)
+
+    monkeypatch.setattr(sockets, "listen", bound)
+    with control(SECRET):
+        assert seen == [sockets.LINGER_MS]
 
 
 def test_a_stranger_with_a_key_pair_of_its_own_gets_no_word_in_or_out() -> None:
