@@ -55,6 +55,7 @@ _PAUSE_S = 1.0
 class _Pull:
     request_id: str
     names: list[BlockHash]
+    engine: Source
     since: int
     began: float
     remote: list[int] = field(default_factory=list)
@@ -121,7 +122,8 @@ class CacheProcess:
         now = time.monotonic()
         self._table.pool.expire(now)
         self._begin_pull(now)
-        self._report(now)
+        if now >= self._report_at:
+            self._report(now)
         times = [self._pull_at, self._store.next_at if self._store else 0.0]
         due = min([self._report_at, *(each for each in times if each > now)])
         if self._wake in dict(self._poller.poll(round((due - now) * 1000 + 0.5))):
@@ -141,17 +143,16 @@ class CacheProcess:
             self._engine, self._table.clears = message.engine, message.clears
             self._table.offered.clear()
             self._tell(everything=True)
-            self._report_at = 0.0
-            # At once: a node that has not heard of this process ends with its engine. And a first
-            # use of a GPU takes seconds.
+            # At once: until a node hears of all its resets, the end of its engine is its own. And a
+            # first use of a GPU takes seconds.
             self._report(time.monotonic())
             self._connector.meet(message.engine)
             return
         self._table.note(message)
         if message.cleared:
-            self._report_at = 0.0
             if self._store is not None:
                 self._store.clear()
+            self._report(time.monotonic())
 
     def _handle_events(self) -> None:
         for event in self._connector.events():
@@ -171,8 +172,7 @@ class CacheProcess:
                     self._fetched(pull, event)
                 case FetchFailed(_, reason):
                     self._table.stats.failed += len(pull.slots) if pull else 0
-                    if times := self._failed.times(time.monotonic()):
-                        log.warning("no KV from the engine, times=%d: %s", times, reason)
+                    self._warn(reason)
                 case Settled() if pull is not None:
                     self._end_pull(pull, failed=True)
 
@@ -213,11 +213,11 @@ class CacheProcess:
 
     def _begin_pull(self, now: float) -> None:
         engine = self._engine
-        if engine is None or self._pull is not None or now < self._pull_at:
+        if engine is None or self._pull or now < self._pull_at or not self._table.offered:
             return
         most = max(1, min(_BATCH_BLOCKS, _BATCH_BYTES // self._setup.block_bytes))
         if names := self._table.wanted(most):
-            self._pull = _Pull(uuid.uuid4().hex, names, self._table.clears, now)
+            self._pull = _Pull(uuid.uuid4().hex, names, engine, self._table.clears, now)
             limit_s = self._setup.transfer.transfer_deadline_s
             self._connector.ask(self._pull.request_id, engine, names, 0, limit_s)
 
@@ -229,7 +229,9 @@ class CacheProcess:
             self._connector.watch(pull.request_id, granted.ticket)
         if slots is None:
             self._connector.cancel(pull.request_id)
-            self._end_pull(pull, failed=granted.reason != NOT_HELD)
+            if failed := granted.reason != NOT_HELD:
+                self._warn(granted.reason or "all of host memory is in use")
+            self._end_pull(pull, failed=failed)
             return
         pull.slots = slots
         self._connector.fetch(pull.request_id, pull.remote, slots)
@@ -242,16 +244,20 @@ class CacheProcess:
             self._store.to_write += pull.names[: len(sums)]
 
     def _end_pull(self, pull: _Pull, sums: Sequence[bytes] = (), *, failed: bool = False) -> None:
-        """Keep blocks with checksums. A failed pull is tried again, after a pause.
+        """Keep blocks with checksums. A failed pull's are asked for again, after others.
 
         Otherwise the first block that did not come is asked for no more.
         """
         next_at = pull.began + len(pull.slots) * self._block_s
         self._pull, self._pull_at = None, max(next_at, time.monotonic() + _PAUSE_S * failed)
         self._table.landed(pull.names, pull.slots, sums, pull.since)
-        if pull.since == self._table.clears:
+        if (pull.engine, pull.since) == (self._engine, self._table.clears):
             left = pull.names if failed else pull.names[len(pull.slots) + 1 :]
             self._table.offered |= dict.fromkeys(left)
+
+    def _warn(self, reason: str) -> None:
+        if times := self._failed.times(time.monotonic()):
+            log.warning("no KV from the engine, times=%d: %s", times, reason)
 
     def _tell(self, *, everything: bool = False) -> None:
         """Tell what has come and gone, or to a new engine everything."""
@@ -266,8 +272,6 @@ class CacheProcess:
                 self._socket.send(msgspec.msgpack.encode(part))
 
     def _report(self, now: float) -> None:
-        if now < self._report_at:
-            return
         self._report_at = now + STATS_INTERVAL_S
         self._tell()
         table, store = self._table, self._store

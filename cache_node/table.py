@@ -28,7 +28,7 @@ class CacheTable:
         self._pins: dict[BlockHash, Pin] = {}
         """Pins of blocks that are not here yet."""
         self.offered: dict[BlockHash, None] = {}
-        """Blocks that the engine holds, in order, until they are asked for."""
+        """Blocks that the engine holds, in order, unless they are being read."""
 
     def note(self, changes: CacheChanges) -> None:
         if changes.cleared:
@@ -62,7 +62,7 @@ class CacheTable:
         return victim is None or known or not self._seen.get(victim)
 
     def wanted(self, most: int) -> list[BlockHash]:
-        """Return names to read from the engine now; each is told once."""
+        """Return names to read from the engine now, and forget that it holds them."""
         names: list[BlockHash] = []
         victims = list(islice(self.pool.victims(), most))
         while self.offered and len(names) < len(victims):

@@ -45,7 +45,7 @@ __all__ = ["NcclBackend"]
 SLICE_BYTES = 64 << 20
 # 7 pairs on a GPU.
 MEMORY_CAP_BYTES = 2 << 30
-JOIN_S = 0.1
+PAIRS_END_S = 0.1
 
 
 class NcclBackend:
@@ -140,7 +140,10 @@ class NcclBackend:
             )
 
     def close(self) -> None:
-        """Hang up everywhere. A hung communicator keeps its staging, never the pool."""
+        """Hang up everywhere. A hung communicator keeps its staging, never the pool.
+
+        What has not ended after JOIN_S of sockets.py goes on alone.
+        """
         self._control.close()
 
 
@@ -191,7 +194,7 @@ class PairControl(SocketThread):
         for generation in list(self._sources):
             self.hang_up(generation, "it closes")
         for ended in pairs:
-            ended.thread.join(JOIN_S / len(pairs))
+            ended.thread.join(PAIRS_END_S / len(pairs))
 
     # As the source.
 

@@ -37,7 +37,8 @@ Socket = zmq.Socket[bytes]
 
 # Messages taken from one socket before the others get their turn.
 BURST = 256
-# How long farewells may take when we close, and all of closing.
+# How long farewells may take when we close, and all of a close: a connector's promises a second, and
+# joins two threads.
 LINGER_MS = 100
 JOIN_S = 0.4
 # What CURVE adds to a message under zmq's size limit.
@@ -131,7 +132,7 @@ class SocketThread(abc.ABC):
             self._waker.send(b"\0")
 
     def close(self, timeout_s: float = JOIN_S) -> None:
-        """End the thread and its sockets, and wait so long."""
+        """Have the thread end with its sockets, and wait for that, `timeout_s` at most."""
         self._closing = True
         self.wake()
         if self._thread.ident is None:

@@ -35,13 +35,13 @@ ToCache = Attach | CacheChanges
 
 
 class CacheStats(msgspec.Struct, tag=True):
-    """A report, sent when the process is ready, ten times a second, and after each reset."""
+    """A report, sent ten times a second, and at once after each Attach and each reset."""
 
     source: Source
     clears: int = 0
     """Resets that were told, and followed."""
     engine: str = ""
-    """Generation of the engine that was last told of all blocks."""
+    """Generation of the last engine of Attach: all blocks were told since."""
     host: TierStats = msgspec.field(default_factory=TierStats)
     store: TierStats = msgspec.field(default_factory=TierStats)
 

@@ -243,7 +243,7 @@ def children(pid: int, what: bytes) -> list[int]:
     """Return the processes that this one has started whose command line contains `what`."""
     try:
         listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return []
     found = []
     for child in listed:
