@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -14,8 +17,17 @@ from peer_process import peer_process
 from shared_backend import pattern
 
 from kvrelay.kv_transfer.cached import MOST_ASKED, Asks, Callers
-from kvrelay.kv_transfer.connector import CachedAsked, Granted, Released, peer_of
-from kvrelay.kv_transfer.messages import MAX_MESSAGE_BYTES, LeaseCached, Leased, encode
+from kvrelay.kv_transfer.connector import CachedAsked, Granted, Released, lease_of, peer_of
+from kvrelay.kv_transfer.fetches import FetchTable
+from kvrelay.kv_transfer.messages import (
+    MAX_MESSAGE_BYTES,
+    HandshakeReply,
+    HandshakeRequest,
+    LeaseCached,
+    Leased,
+    encode,
+)
+from kvrelay.kv_transfer.peers import Peers
 from kvrelay.kv_transfer.tickets import asking_refusal, sealed_address
 from kvrelay.wire.transfer import Source, Ticket
 
@@ -267,3 +279,51 @@ def test_another_peer_cannot_answer() -> None:
     assert asks.answered(other, Leased(1, ticket([1], remote_port=1))) == ("cached.1", 7)
     assert asks.events == []
     assert asks.next_deadline() == 1.0
+
+
+def test_none_of_ten_thousand_stale_or_foreign_asks_is_granted() -> None:
+    rng, asks, outside = random.Random(1), Asks(SECRET), Mock()
+    hello = HandshakeRequest("reader", NEWEST)
+    peers = Peers(hello, CONFIG, FetchTable(CONFIG, 512), asks, outside, outside)
+    welcome = HandshakeReply("source", PEER.generation, NEWEST, [])
+    too_late = "TransferTimeout: no answer in time"
+    whys = {
+        "altered address": "Incompatible: no node with this cluster_secret has given the address",
+        "old process": "PeerLost: 127.0.0.1:4000 has restarted: the KV is of ",
+        "foreign ticket": "Incompatible: the ticket is not about what was asked for",
+        "foreign peer": too_late,
+        "foreign token": too_late,
+        "late answer": too_late,
+    }
+    hows = Counter[str]()
+    for token in range(1, 10_001):
+        how, mine = rng.choice([*whys]), ticket([1], lease_epoch=rng.randrange(1 << 40))
+        old = PEER._replace(generation=rng.randbytes(8).hex())
+        other = rng.choice([old, PEER._replace(port=rng.randrange(4000))])
+        seal = sealed_address(old if how == "old process" else PEER, SECRET)
+        place = {"altered address": other, "old process": old}.get(how, PEER)
+        begun = asks.begin("r", Source(*place, 64, seal), HASHES, 0, token)
+        assert begun == (how != "altered address")
+        if how == "old process":
+            peers.ask(old, 0.0)
+            peers.on_message(old, welcome, 0.0)
+        if how == "late answer":
+            asks.tick(token)
+        if begun and how != "old process":
+            if how == "foreign ticket":
+                wrong = {"generation": other.generation, "remote_port": other.port}
+                mine = msgspec.structs.replace(mine, **wrong)
+            answer = Leased(rng.randrange(token) if how == "foreign token" else token, mine)
+            sender = other if how == "foreign peer" else PEER
+            assert asks.answered(sender, answer) == lease_of(mine)  # which is given back
+        asks.tick(token)
+        (event,) = asks.events
+        asks.events.clear()
+        assert event.ticket is None
+        assert event.reason.startswith(whys[how]), (how, event)
+        hows[how] += 1
+    counted = Counter[str]()
+    for how, times in hows.items():
+        counted[whys[how].partition(":")[0]] += times
+    assert asks.failures == counted
+    assert min(hows[how] for how in whys) > 1000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any, cast
 
 import pytest
@@ -182,6 +183,32 @@ def test_a_lease_of_another_time_and_one_that_has_ended_are_not_known() -> None:
     assert offers.vouch(LEASE, b"a", {1: b"1"}) is None
     offers.grow("r", 1)
     assert (offers.news, len(offers)) == ([], 0)
+
+
+def test_none_of_ten_thousand_stale_or_foreign_leases_is_held() -> None:
+    rng, offers, now = random.Random(1), Table(), 0.0
+    held, over = dict[str, int](), [LEASE]
+    for _ in range(10_000):
+        now += rng.random()
+        name = rng.choice("abcdefgh")
+        if rng.random() < 0.5:
+            offers.release(name)
+        offers.expire(now)
+        over += [LeaseId(each.request_id, held.pop(each.request_id)) for each in offers.events]
+        offers.events.clear()
+        if name not in held:
+            held[name] = offers.offer(name, now).lease_epoch
+        ahead = LeaseId(name, held[name] + rng.randrange(1, 1 << 40))
+        wrong = rng.choice([rng.choice(over), ahead, LeaseId("nobody", held[name])])
+        assert offers.follow(wrong, b"a") is offers.ask(wrong, b"a", [1]) is None
+        assert offers.vouch(wrong, b"a", {1: b"1"}) is None
+        assert offers.renew([wrong], now) == ([], [wrong])
+        assert not offers.end(wrong, b"a", now)
+        assert offers.words == {*held.values()}
+        assert (offers.events, offers.news) == ([], [])
+    offers.check()
+    assert len(over) + len(held) == 1 + offers.granted
+    assert min(offers.released, offers.expired) > 1000
 
 
 def test_a_reader_hears_each_checksum_once_a_question_and_none_of_what_cannot_be_read(

@@ -4,6 +4,8 @@ followed.
 
 from __future__ import annotations
 
+import random
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -69,6 +71,24 @@ def test_any_other_value_in_any_field_breaks_the_signature(
     was, values = getattr(given_away, name), (SIGNED | SEAL)[name]
     other = data.draw(values.filter(lambda value: value != was))
     assert "altered" in (refusal(changed(given_away, **{name: other}), SECRET, NOW) or "")
+
+
+def test_none_of_ten_thousand_stale_or_foreign_tickets_is_followed() -> None:
+    rng, given_away = random.Random(1), signed(TICKET, SECRET, NOW)
+    for _ in range(10_000):
+        late_s, number = rng.randrange(LIFE_S + 1, 1 << 30), rng.randrange(1 << 40)
+        others = {
+            "generation": str(number),
+            "lease_epoch": 4 + number,
+            "remote_port": number % 4000,
+        }
+        name = rng.choice([*others])
+        for ticket, now, why in (
+            (given_away, NOW + late_s, "the ticket expired"),
+            (changed(given_away, **{name: others[name]}), NOW, "the ticket was altered"),
+            (signed(TICKET, f"{OTHER}{number}", NOW), NOW, "or signed with another cluster_secret"),
+        ):
+            assert why in (refusal(ticket, SECRET, now) or "")
 
 
 def test_neighbours_cannot_exchange_letters() -> None:
