@@ -39,7 +39,7 @@ from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.wire.cache_messages import Attach, CacheSetup, CacheStats, FromCache
 from kvrelay.wire.config import CacheConfig, TransferConfig
 from kvrelay.wire.errors import ConfigError, TransferError
-from kvrelay.wire.kv_events import CPU, STORAGE, CacheChanges
+from kvrelay.wire.kv_events import CPU, STORAGE, CacheChanges, chain, root_of
 from kvrelay.wire.transfer import Fingerprint, Source
 from kvrelay.wire.versions import HANDOVER
 
@@ -235,11 +235,30 @@ def test_a_new_engine_finds_what_the_old_one_had(world: World) -> None:
     world.until(lambda: host.cache._table.pool.free == BLOCKS - 1)
 
 
-def test_an_engine_with_another_fingerprint_finds_nothing(world: World) -> None:
+@pytest.mark.parametrize(
+    ("field", "other"),
+    [("model", "other"), ("kv_dtype", "bfloat16"), ("block_size", 32), ("layers", 3)],
+)
+def test_an_engine_with_another_fingerprint_finds_nothing(
+    world: World, field: str, other: object
+) -> None:
     host = world.host()
     world.fill(host, world.engine(host), range(3))
-    stranger = world.engine(host, fingerprint=msgspec.structs.replace(FINGERPRINT, model="other"))
-    assert "model is 'other' here" in str(world.read(host, stranger, range(3)))
+    changed = msgspec.structs.replace(FINGERPRINT, **{field: other})
+    stranger = world.engine(host, fingerprint=changed)
+    assert f"{field} is {other!r} here" in str(world.read(host, stranger, range(3)))
+
+
+def test_the_same_tokens_under_another_root_find_nothing(world: World) -> None:
+    roots = [root_of(salt, adapter) for salt in (None, "s") for adapter in ("", "a", "b")]
+    numbers = [int.from_bytes(chain(root, range(16)), "big") for root in roots]
+    host = world.host()
+    engine = world.engine(host)
+    for at, number in enumerate(numbers):
+        world.fill(host, engine, [number])
+        for other in numbers[at + 1 :]:
+            assert world.read(host, engine, [other]) == "NotHeld"
+    assert [world.read(host, engine, [number]) for number in numbers] == [1] * 6
 
 
 def test_no_flipped_block_of_ten_thousand_is_served(world: World) -> None:

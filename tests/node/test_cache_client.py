@@ -35,8 +35,8 @@ FINGERPRINT = Fingerprint(
 
 
 def test_a_copy_of_a_model_finds_the_same_kv_and_a_changed_one_does_not(tmp_path: Path) -> None:
-    def of(folder: Path) -> bytes:
-        return identity(FINGERPRINT, EngineConfig(model=str(folder)))
+    def of(folder: Path, **fields: Any) -> bytes:
+        return identity(FINGERPRINT, EngineConfig(model=str(folder), **fields))
 
     mine, other = tmp_path / "mine", tmp_path / "other"
     mine.mkdir()
@@ -49,6 +49,8 @@ def test_a_copy_of_a_model_finds_the_same_kv_and_a_changed_one_does_not(tmp_path
     assert of(other) != of(mine)
     config.write_bytes(written)
     assert of(other) == of(mine)
+    settings = [{}, {"dtype": "bfloat16"}, {"dtype": "float16"}, {"quantization": "fp8"}]
+    assert len({of(mine, **each, device="cuda") for each in settings}) == len(settings)
 
 
 CONFIG = NodeConfig(
