@@ -190,7 +190,7 @@ class RouterApp(FastAPI):
         router, header = self._router, headers_of(request.scope).get
         own = header("x-request-id") or job.known.request_id or ""
         job_id = request.state.job_id = _id(own, request.state.job_id)
-        slo = router.admission.slo(*slo_of_headers(header), job.prompt_tokens)
+        slo = router.admission.slo(caller, *slo_of_headers(header), job.prompt_tokens)
         caller.check_model(job.model)
         model = router.models.named(job.model)
         job = msgspec.structs.replace(

@@ -28,6 +28,7 @@ __all__ = ["LIVE", "MAX_DRAIN_S", "POLICY_NAMES", "PRICE", "KeyConfig", "Policy"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HASH = re.compile(r"[0-9a-f]{64}")
 _Limit = Annotated[int, Meta(ge=0, description="0 is no limit")]
+_TargetMs = Annotated[float, Meta(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,12 @@ class KeyConfig:
     """Requests under way at once, including waiting ones; 0 is no limit."""
     max_queue: _Limit = 0
     """Requests waiting for a node; 0 leaves only the router's limit."""
+    ttft_target_ms: _TargetMs = 0.0
+    """In place of the router's; 0 leaves the router's."""
+    ttft_target_ms_per_token: _TargetMs = 0.0
+    """In place of the router's; 0 leaves the router's."""
+    tpot_target_ms: _TargetMs = 0.0
+    """In place of the router's, stricter or not; 0 leaves the router's."""
     pin_share: Share = 0.25
     """Share of each node's KV that the key's requests may pin."""
     models: tuple[str, ...] = ()
@@ -149,13 +156,13 @@ class RouterConfig(ServerConfig):
     """Most waiting requests per model while all nodes are busy; more get 429. Divided among
     workers.
     """
-    ttft_target_ms: Annotated[float, Meta(ge=0)] = 0.0
+    ttft_target_ms: _TargetMs = 0.0
     """Refuse requests at once, with 429, whose first token would come later; 0 refuses none.
     Clients may send x-slo-ttft-ms.
     """
-    ttft_target_ms_per_token: Annotated[float, Meta(ge=0)] = 0.0
+    ttft_target_ms_per_token: _TargetMs = 0.0
     """Added to ttft_target_ms for each token of the prompt."""
-    tpot_target_ms: Annotated[float, Meta(ge=0)] = 0.0
+    tpot_target_ms: _TargetMs = 0.0
     """Requests wait while one more would make a token take longer; 0 is no target. Clients may send
     a stricter x-slo-tpot-ms.
     """

@@ -27,6 +27,7 @@ _LOOK_S = 0.01
 """Between two looks at the queue while a request waits and none ends."""
 _LONGEST_S = 60
 """The longest Retry-After that OpenAI's clients obey; they return at once for more."""
+_TARGETS = "ttft_target_ms", "ttft_target_ms_per_token", "tpot_target_ms"
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -71,12 +72,17 @@ class AdmissionController:
     def waiting(self) -> dict[str, int]:
         return {model: len(each) for model, each in self._queues.items() if each}
 
-    def slo(self, ttft_s: float | None, tpot_s: float | None, prompt_tokens: int) -> Slo:
-        config = self.config
-        own_ms = config.ttft_target_ms + config.ttft_target_ms_per_token * prompt_tokens
-        # The router's time per token is a promise to all: a laxer one is no reason to break it.
-        tpots = [each for each in (tpot_s, config.tpot_target_ms / 1e3) if each]
-        return Slo(ttft_s or own_ms / 1e3 or None, min(tpots, default=None))
+    def slo(
+        self, caller: Caller, ttft_s: float | None, tpot_s: float | None, prompt_tokens: int
+    ) -> Slo:
+        """Return a request's targets: its headers', else its key's, else the router's."""
+        ttft_ms, per_token_ms, tpot_ms = (
+            getattr(caller, name) or getattr(self.config, name) for name in _TARGETS
+        )
+        # An operator's time per token is a promise: a client's laxer one is no reason to break it.
+        tpots = [each for each in (tpot_s, tpot_ms / 1e3) if each]
+        own_s = (ttft_ms + per_token_ms * prompt_tokens) / 1e3
+        return Slo(ttft_s or own_s or None, min(tpots, default=None))
 
     async def admit(
         self, caller: Caller, job: Job, wanted: PlacementQuery, arrived: float

@@ -26,7 +26,7 @@ from router_doubles import (
 )
 
 from kvrelay.router.admission.controller import _LOOK_S, AdmissionController
-from kvrelay.router.admission.keys import hash_of
+from kvrelay.router.admission.keys import ANYONE, Caller, hash_of
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.outputs import Load
@@ -170,12 +170,27 @@ async def test_an_expected_answer_refuses_nothing_and_its_key_pays_for_the_real_
         assert queue._clocks["alice"] == sum(used) < 100
 
 
-def test_a_routers_targets_grow_with_the_prompt_and_are_not_broken_by_a_laxer_one() -> None:
+def test_a_key_has_its_own_targets_or_the_routers_which_a_laxer_header_does_not_break() -> None:
     nothing: Any = SimpleNamespace()
     config = RouterConfig(ttft_target_ms=200.0, ttft_target_ms_per_token=0.1, tpot_target_ms=20.0)
     slo = AdmissionController(config, Pool([], []), nothing, nothing).slo
-    assert [slo(None, told, 1).tpot_s for told in (None, 0.05, 0.01)] == [0.02, 0.02, 0.01]
-    assert [slo(told, None, 3_000).ttft_s for told in (None, 0.1)] == [0.5, 0.1]
+    strict = Caller("strict", hash_of("a"), ttft_target_ms_per_token=0.05, tpot_target_ms=15.0)
+    lax = Caller("lax", hash_of("b"), ttft_target_ms=900.0, tpot_target_ms=30.0)
+    for caller, tpots, ttft_s in (
+        (ANYONE, [0.02, 0.02, 0.01], 0.5),
+        (strict, [0.015, 0.015, 0.01], 0.35),
+        (lax, [0.03, 0.03, 0.01], 1.2),
+    ):
+        assert [slo(caller, None, told, 1).tpot_s for told in (None, 0.05, 0.01)] == tpots
+        assert [slo(caller, told, None, 3_000).ttft_s for told in (None, 0.1)] == [ttft_s, 0.1]
+
+
+async def test_a_target_of_a_key_is_a_limit_of_its_requests_alone() -> None:
+    async with cluster(prefill(), decode(), keys=keys(ttft_target_ms=0.001)) as c:
+        for node in c.router.pool.nodes:
+            node.state.set_costs(COSTS, 50.0)
+        assert (await asked(c, headers=ALICE))[1]["error"]["code"] == "ttft_never"
+        assert (await asked(c, headers=BOB))[0] == 200
 
 
 async def test_who_waits_until_the_deadline_is_told_so() -> None:
