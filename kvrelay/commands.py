@@ -121,8 +121,8 @@ def _replay(
         ),
     ] = "",
     policy: Annotated[
-        str, typer.Option(help="Policy by which the router chooses nodes.")
-    ] = "price",
+        list[str], typer.Option(metavar="NAME", help="Policy by which the router chooses nodes.")
+    ] = ["price"],  # noqa: B006
     kv_host_memory: Annotated[
         list[str], typer.Option(metavar="SIZE", help="For a trace: host memory of each node.")
     ] = ["0"],  # noqa: B006
@@ -133,7 +133,7 @@ def _replay(
 ) -> int:
     """Replay a router's log in the simulator, with other nodes or another policy.
 
-    For a trace, show which prompt tokens were found, and why others were not. Give
+    For a trace, show which prompt tokens were found, and why others were not. Give --policy and
     --kv-host-memory several times to compare.
     """
     from kvrelay.planner.rate_card import read_card

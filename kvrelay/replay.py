@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 from rich.console import Console
@@ -44,21 +45,21 @@ def run(
     path: Path,
     card: RateCard,
     nodes: str,
-    policy: str,
+    policies: Sequence[str],
     tiers: Sequence[CacheConfig],
     console: Console,
     *,
     pull: str,
 ) -> int:
-    """Print a replayed log beside what happened, or a trace for each size of the tiers.
+    """Print a replayed log beside what happened, or a trace, for each policy and size of the tiers.
 
     Raises ConfigError.
     """
-    for flag, value, known in (
-        ("--policy", policy, POLICY_NAMES),
-        ("--kv-pull", pull, ("auto", "never")),
+    for flag, values, known in (
+        ("--policy", policies, POLICY_NAMES),
+        ("--kv-pull", [pull], ("auto", "never")),
     ):
-        if value not in known:
+        for value in set(values).difference(known):
             raise ConfigError(f"{flag} {value!r} is not one of {', '.join(known)}")
     traced, left_out = path.name.endswith(TRACED), list[str]()
     if traced:
@@ -77,35 +78,32 @@ def run(
         left_out = [*_left_out(whole, incident)]
     prefill, decode = size_of(nodes, roles)
     setting = Setting(
-        policy,
-        prefill,
-        decode,
+        prefill=prefill,
+        decode=decode,
         block_size=TRACE_BLOCK_TOKENS,
         prefixes=traced,
         pulls=pull == "auto",
         card=card,
     )
     of = ": % of the tokens that a cache could have had" if traced else ""
-    table = Table(title=f"{setting.name}, {policy}{of}", title_justify="left")
-    table.add_column("")
+    title = f"{setting.name}, {len(streams)} requests{of}"
+    table = Table("", title=title, title_justify="left")
     times = [f"{name} p{share * 100:g}, ms" for name in ("TTFT", "TPOT") for share in _SHARES]
-    columns = [["found", *_RUNGS, *times] if traced else times]
+    columns = [[*(("found", *_RUNGS) if traced else ()), *times, "refused"]]
     if not traced:
         table.add_column("then", justify="right")
         columns.append(_times(streams))
-    for each in tiers:
+    for policy, tier in product(policies, tiers):
         copies = [Stream(one.at, one.prompt, one.output, one.blocks) for one in streams]
-        result = simulate(copies, replace(setting, below=_tokens_below(card, each)))
+        below = _tokens_below(card, tier)
+        result = simulate(copies, replace(setting, policy=policy, below=below))
         columns.append([*(_found(result) if traced else ()), *_times(copies)])
-        sizes = each.kv_host_memory, each.kv_store_size
-        name = "{} host, {} store".format(*map(gib, sizes)) if traced else "replayed"
-        table.add_column(name, justify="right")
+        sizes = map(gib, (tier.kv_host_memory, tier.kv_store_size))
+        name = "\n{} host\n{} store".format(*sizes) if traced else ""
+        table.add_column(policy + name, justify="right")
     for row in zip(*columns, strict=True):
         table.add_row(*("-" if "nan" in cell else cell for cell in row))
     console.print(table)
-    if not traced:
-        refused = sum(stream.refused for stream in copies)
-        console.print(f"{len(copies)} requests, {refused} of them refused.")
     for line in left_out:
         console.print(line)
     return 0
@@ -139,7 +137,8 @@ def _times(streams: Streams) -> list[str]:
     answered = [stream for stream in streams if stream.answered]
     ttft = [stream.ttft for stream in answered]
     tpot = [stream.tpot for stream in answered if stream.output > 1]
-    return [f"{percentile(each, share):,.1f}" for each in (ttft, tpot) for share in _SHARES]
+    times = [f"{percentile(each, share):,.1f}" for each in (ttft, tpot) for share in _SHARES]
+    return [*times, f"{sum(stream.refused for stream in streams)}"]
 
 
 def _left_out(whole: Incident, replayed: Incident) -> Iterator[str]:

@@ -160,7 +160,7 @@ def test_sessions_of_agents_are_planned_with_the_host_memory_that_pays(
 MEMORY = ("--kv-host-memory",)
 
 
-def test_a_trace_is_replayed_with_tiers_of_several_sizes(
+def test_a_trace_is_replayed_with_several_policies_and_sizes_of_tiers(
     card: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = tmp_path / "trace.jsonl"
@@ -180,15 +180,20 @@ def test_a_trace_is_replayed_with_tiers_of_several_sizes(
         told = capsys.readouterr()
         return told.err if code else told.out
 
-    out = [line.split() for line in replayed(*MEMORY, "0", *MEMORY, "1GiB").splitlines()]
-    shown = {row[1]: row[3::2] for row in out if row[:1] == ["│"]}
-    assert shown["found"] == ["100.00%"] * 2
-    assert shown["capacity"] == ["0.00%"] * 2
+    settings = "--policy", "price", "--policy", "round_robin", *MEMORY, "0", *MEMORY, "1GiB"
+    lines_out = replayed("--nodes", "2:2", *settings).splitlines()
+    out = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in lines_out]
+    shown = {row[0]: row[1:] for row in out if row}
+    assert out[2][1:] == ["price", "price", "round_robin", "round_robin"]
+    assert out[3][1:] == ["0.00 GiB host", "1.00 GiB host"] * 2
+    assert shown["found"] == ["100.00%"] * 4
+    assert shown["capacity"] == ["0.00%"] * 4
+    assert shown["peer"] == ["0.00%", "0.00%", "20.00%", "20.00%"]
     assert re.search(r"│ peer +│ +0\.00% │", replayed("--kv-pull", "never", "--nodes", "1:1"))
-    for wrong in ("--policy", "--kv-pull"):
-        assert "is not one of" in replayed(wrong, "best", code=2)
+    for wrong in (("--policy", "price", "--policy"), ("--kv-pull",)):
+        assert "'best' is not one of" in replayed(*wrong, "best", code=2)
     store = *MEMORY, "1GiB", "--kv-store-size"
-    assert "1.00 GiB host, 2.00 GiB store" in replayed(*store, "2GiB")
+    assert re.search(r"1\.00 GiB host ┃\n.* 2\.00 GiB store ┃", replayed(*store, "2GiB"))
     assert "kv-store-size" in replayed(*store, "much", code=2)
     trace.write_text(json.dumps(lines[0] | {"input_length": 10**7}))
     for name in ("found", "TTFT p50, ms"):  # where nothing is repeated or answered

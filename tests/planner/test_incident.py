@@ -82,20 +82,22 @@ def test_the_command_replays_with_other_nodes_and_another_policy(
     log.write_bytes(b"\n".join(LOG))
     console = Console(width=120, soft_wrap=True)
 
-    def replayed(nodes: str, policy: str) -> str:
-        assert run(log, H200, nodes, policy, [CacheConfig()], console, pull="auto") == 0
+    def replayed(nodes: str, *policies: str) -> str:
+        assert run(log, H200, nodes, policies, [CacheConfig()], console, pull="auto") == 0
         return capsys.readouterr().out
 
     out = replayed("", "price")
-    assert "1P2D, price" in out
+    assert "1P2D, 2 requests" in out
     then, now = re.findall(r"TTFT p50, ms .* ([\d.]+) .* ([\d.]+)", out)[0]
     assert float(then) == 50.0 > float(now) > 0
-    assert "2 requests, 0 of them refused" in out
+    assert re.search(r"refused +│ +0 │ +0 │", out)
     assert (
         "1 requests that were refused then, with about 700 tokens of prompts, and 1 that began"
         in out
     )
-    assert "2P3D, round_robin" in replayed("2:3", "round_robin")
+    out = replayed("2:3", "round_robin", "price")
+    assert "2P3D" in out
+    assert re.search(r"then ┃ +round_robin ┃ +price ┃", out)
     with pytest.raises(ConfigError, match="P:D"):
         replayed("2:0", "price")
     log.write_bytes(
