@@ -16,6 +16,7 @@ import pytest
 from real_cluster import (
     Cluster,
     Process,
+    attentive_model,
     cached_of,
     complete,
     counted,
@@ -26,7 +27,6 @@ from real_cluster import (
     running,
     ticket_of,
     tiny_body,
-    tiny_model,
     wait_told,
     wait_until,
 )
@@ -36,12 +36,14 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_is_lost")]
 BLOCK = 16
 # A prompt of 100 tokens and an answer of 80, of which the last has no KV.
 WHOLE = (100 + 79) // BLOCK * BLOCK
+# The likeliest tokens are the same with foreign KV; drawn ones are not.
+DRAWN = {"temperature": 1, "seed": 5}
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pulls")
-    flags = tiny_model(folder, max_position_embeddings=2048, kv_mib=4)
+    flags = [*attentive_model(folder, 2048), "--kv-cache-memory-bytes=4MiB"]
     with running(
         folder,
         flags=[*flags, "--kv-pull=always", "--transfer-deadline-s=2"],
@@ -60,7 +62,8 @@ def decode(cluster: Cluster) -> Process:
 
 
 def asked(node: Process, prompt: list[int], count: int, **fields: Any) -> list[int]:
-    answer = complete(node.url, prompt, max_tokens=count, return_token_ids=True, **fields)
+    fields |= DRAWN | {"max_tokens": count, "return_token_ids": True}
+    answer = complete(node.url, prompt, **fields)
     found: list[int] = answer["choices"][0]["token_ids"]
     return found
 
@@ -73,7 +76,7 @@ def turn_on(node: Process, name: int, **fields: Any) -> list[int]:
 
 def prefilled(node: Process, prompt: list[int], named: dict[str, Any], **fields: Any) -> Any:
     params = {"do_remote_decode": True, "sources": [named]}
-    return complete(node.url, prompt, max_tokens=1, kv_transfer_params=params, **fields)
+    return complete(node.url, prompt, max_tokens=1, kv_transfer_params=params, **DRAWN, **fields)
 
 
 def failed(node: Process) -> float:
@@ -105,10 +108,11 @@ def test_a_node_that_computes_a_prompt_itself_takes_it_from_a_prefill_node(
     prefill: Process, decode: Process
 ) -> None:
     turn = turn_on(prefill, 20)
+    two = DRAWN | {"return_token_ids": True, "n": 2}
     params = {"sources": [prefill.as_source(WHOLE)]}
-    answer = complete(decode.url, turn, return_token_ids=True, n=2, kv_transfer_params=params)
+    answer = complete(decode.url, turn, kv_transfer_params=params, **two)
     assert cached_of(answer) == WHOLE
-    alone = complete(decode.url, turn, return_token_ids=True, n=2, cache_salt="nobody else's")
+    alone = complete(decode.url, turn, cache_salt="nobody else's", **two)
     assert [each["token_ids"] for each in answer["choices"]] == [
         each["token_ids"] for each in alone["choices"]
     ]
@@ -164,14 +168,13 @@ def test_the_router_names_the_node_that_has_the_answer_of_the_last_turn(
 ) -> None:
     assert cluster.router is not None
     log, turn = cluster.router.log, ids(50, 200)
+    fields = DRAWN | {"max_tokens": 60, "return_token_ids": True}
     for at in range(3):
         wait_told(cluster.router)
-        answer = complete(cluster.url, turn, max_tokens=60, return_token_ids=True)
+        answer = complete(cluster.url, turn, **fields)
         known = answer["choices"][0]["token_ids"]
         assert cached_of(answer) == (0 if not at else (len(turn) - 21) // BLOCK * BLOCK)
-        alone = complete(
-            cluster.url, turn, max_tokens=60, return_token_ids=True, cache_salt=f"no cache {at}"
-        )
+        alone = complete(cluster.url, turn, cache_salt=f"no cache {at}", **fields)
         assert (cached_of(alone), alone["choices"][0]["token_ids"]) == (0, known)
         turn = [*turn, *known, *ids(51 + at, 20)]
     named = f"pulls from {decode.url.rpartition('/')[2]}"
