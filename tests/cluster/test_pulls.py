@@ -276,14 +276,38 @@ def _link(port: int) -> Iterator[tuple[str, threading.Event]]:
             server.shutdown()
 
 
-@pytest.fixture
-def failing(cluster: Cluster) -> Iterator[Process]:
-    """A decode node that computes no prompt in place of KV that it does not get."""
+@pytest.fixture(scope="module")
+def failing(cluster: Cluster) -> Process:
+    """A further node, which computes no prompt in place of KV that it does not get."""
     node = cluster.start("decode", [*cluster.flags, "--kv-load-failure-policy=fail"])
     cluster.others.append(node)
     cluster.wait_ready(node)
-    yield node
-    node.kill_whole()
+    return node
+
+
+@pytest.mark.parametrize(("role", "name"), [("prefill", 80), ("decode", 82)])
+def test_a_node_takes_a_whole_turn_from_another_of_its_role(
+    cluster: Cluster, decode: Process, failing: Process, role: str, name: int
+) -> None:
+    order = httpx2.post(f"{failing.url}/admin/role", json={"role": role}, timeout=60)
+    assert order.is_success, order.text
+    wait_until(lambda: (failing.health() or {}).get("role") == role, "it has the role")
+    (source,), tokens = cluster.of(role), "kvrelay_pulled_tokens_total"
+    before, turn = failing.metric(tokens), turn_on(source, name)
+    named, told = source.as_source(WHOLE), {"include_metrics": True}
+    if role == "prefill":
+        first = prefilled(failing, turn, named, **told)
+        goes_on(decode, turn, first)
+    else:
+        told |= DRAWN | {"kv_transfer_params": {"sources": [named]}, "return_token_ids": True}
+        first = complete(failing.url, turn, **told)
+        alone = asked(source, turn, 12, cache_salt="nobody else's")
+        assert first["choices"][0]["token_ids"] == alone
+    found = {rung: count for rung, count in first["kvrelay"]["prompt"].items() if count}
+    assert found == {"peer": WHOLE, "new": len(turn) - WHOLE}
+    assert cached_of(first) == WHOLE
+    counted([failing], tokens, before + WHOLE)
+    wait_until(lambda: len(set(failing.free_blocks())) == 1, "all blocks are free")
 
 
 def test_a_fetch_that_fails_ends_the_request_and_is_counted(
