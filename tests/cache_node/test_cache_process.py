@@ -370,6 +370,37 @@ def test_blocks_whose_read_failed_are_read_again(
     assert host.stats.host.failed == 3
 
 
+@pytest.mark.parametrize("since", ["", "reset", "engine"])
+def test_blocks_of_a_failed_ask_are_asked_for_again_by_the_same_engine_and_until_a_reset(
+    world: World, monkeypatch: pytest.MonkeyPatch, since: str
+) -> None:
+    monkeypatch.setattr(process, "_PAUSE_S", 0.0)
+    host = world.host()
+    engine, cache = world.engine(host), host.cache
+    for number in range(3):
+        engine.fill(number, torch.zeros(BLOCK_BYTES, dtype=torch.uint8))
+    host.say(engine.changes())
+    while (pull := cache._pull) is None:
+        host.turn()
+    if since == "reset":
+        host.say(CacheChanges([], [], cleared=True))
+    if since == "engine":
+        host.say(Attach(Source(*engine.connector.address, "another", 0)))
+    told = "another" if since == "engine" else engine.connector.generation
+    while (host.stats.clears, host.stats.engine) != (since == "reset", told):
+        host.turn()  # the engine, which does not turn, answers nothing
+    assert cache._pull is pull
+    assert len(pull.names) == 3
+    with monkeypatch.context() as patch:
+        lost = [Granted(pull.request_id, None, "PeerLost: gone")]
+        patch.setattr(cache._connector, "events", lambda: lost)
+        host.turn()
+    if since:
+        assert (cache._pull, cache._table.offered) == (None, {})
+    else:
+        world.until(lambda: all(host.held(number) for number in range(3)))
+
+
 def test_a_peer_that_doubts_without_end_has_few_blocks_summed(world: World) -> None:
     connector = world.host().cache._connector
     connector.answer(b"peer", Doubt([7] * 300_000))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 from dataclasses import replace
@@ -85,8 +86,8 @@ class Double:
     def send(self, message: bytes) -> None:
         self.told.append(msgspec.msgpack.decode(message, type=ToCache))
 
-    def report(self, clears: int) -> None:
-        stats = CacheStats(Source("h", 1, "cache", 0), clears)
+    def report(self, clears: int, engine: str = "") -> None:
+        stats = CacheStats(Source("h", 1, "cache", 0), clears, engine)
         self.reports.put_nowait(msgspec.msgpack.encode(stats))
 
     def remove_folder(self) -> None: ...
@@ -102,10 +103,9 @@ async def until(done: Any) -> None:
             await asyncio.sleep(0)
 
 
-async def test_a_process_after_another_follows_the_resets_that_it_did_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The files are older than the process."""
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Double]:
+    """Return the processes that are started, as they are."""
     made: list[Double] = []
 
     async def start(*_: object) -> Double:
@@ -113,6 +113,36 @@ async def test_a_process_after_another_follows_the_resets_that_it_did_not(
         return made[-1]
 
     monkeypatch.setattr(Child, "start", start)
+    return made
+
+
+async def test_the_log_says_once_that_an_engine_is_told_and_again_by_each_process(
+    made: list[Double], caplog: pytest.LogCaptureFixture
+) -> None:
+    def told() -> int:
+        return caplog.text.count("an engine is told of 0 blocks in host memory and 0 in the store")
+
+    caplog.set_level(logging.INFO, "kvrelay.node")
+    client = CacheClient(CONFIG, lambda _: None)
+    client.attach(ENGINE)
+    reports = 0
+    for at, engines in enumerate((["", "one", "one", "two", "two"], ["", "two", "two"])):
+        await until(lambda: len(made) > at and made[at].told)  # noqa: B023
+        for engine in engines:
+            reports += 1
+            made[at].report(reports, engine)
+            await until(lambda: client.stats and client.stats.clears == reports)  # noqa: B023
+            assert told() == {"": 2 * at, "one": 1, "two": 2 + at}[engine]
+        made[at].dead.set()
+    await until(lambda: "no KV is kept below the pool" in caplog.text)
+    assert told() == 3
+    await client.stop()
+
+
+async def test_a_process_after_another_follows_the_resets_that_it_did_not(
+    made: list[Double],
+) -> None:
+    """The files are older than the process."""
     client = CacheClient(CONFIG, lambda _: None)
     client.attach(ENGINE)
     await until(lambda: made and made[0].told)
