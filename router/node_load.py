@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvrelay.wire.announced import FIRST_SPILL_MS
 from kvrelay.wire.outputs import Load
-from kvrelay.wire.step_costs import MEMORY_MS, TPOT_STEPS, StepCosts
+from kvrelay.wire.step_costs import MEMORY_MS, TARGET_USED, TPOT_STEPS, StepCosts
 
 __all__ = ["LEAST_TARGET", "UNKNOWN", "NodeLoad", "Share"]
 
@@ -174,9 +174,18 @@ class NodeLoad:
         return self.rows + (self.backlog_ms / each_ms if each_ms else 0.0)
 
     @property
+    def usual_tpot_ms(self) -> float:
+        return self.pace * self.costs.usual_tpot_ms
+
+    @property
     def limit_left(self) -> float:
-        """Return the share of time left for prompts until tokens take too long; may be negative."""
-        return 1 - self.prompt_share - self.token_rate * self.per_token_ms - 1 / TPOT_STEPS
+        """Return the share of time left for prompts until tokens take too long; may be negative.
+
+        By the strictest request there, as the node itself limits prompts (wire/announced.py).
+        """
+        planned_ms = TARGET_USED * (self.strictest_tpot_ms or self.usual_tpot_ms)
+        taken = self.prompt_share + self.token_rate * self.per_token_ms
+        return 1 - taken - self.step_ms / planned_ms
 
     def has_seats(self, rows: int) -> bool:
         """Return whether so many more rows would decode at once, or half of all seats are free."""

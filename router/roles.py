@@ -60,9 +60,8 @@ def _empty_steps(load: NodeLoad, tpot_ms: float) -> float:
     No other split makes steps quicker: a target that they alone exceed, because the node's
     machine is busy, counts as the least that may be told.
     """
-    usual_ms = load.pace * load.costs.usual_tpot_ms
-    wanted_ms = load.strictest_tpot_ms or tpot_ms or usual_ms
-    return load.step_ms / max(LEAST_TARGET * usual_ms, wanted_ms)
+    wanted_ms = load.strictest_tpot_ms or tpot_ms or load.usual_tpot_ms
+    return load.step_ms / max(LEAST_TARGET * load.usual_tpot_ms, wanted_ms)
 
 
 def use_of(work: Work, up: Mapping[Role, int], left: float) -> Work:

@@ -23,6 +23,7 @@ from kvrelay.router.placement import (
     place,
 )
 from kvrelay.router.placement import shares_of as taken_by
+from kvrelay.wire.announced import Announced
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.step_costs import MEMORY_MS, StepCosts
 
@@ -273,6 +274,28 @@ def test_a_node_that_numbers_no_legs_is_believed_beyond_what_was_placed_there() 
     assert target.rows == 2
     target.remove(share)
     assert target.is_idle
+
+
+@pytest.mark.parametrize("tpots_ms", [[], [0.0], [0.0, 20.0]])
+def test_what_is_left_to_a_limit_is_what_the_node_itself_gains_beyond_its_prompts(
+    tpots_ms: list[float],
+) -> None:
+    sums, costs = Announced(), COSTS.scaled(2.0)
+    for tpot_ms in tpots_ms:
+        sums.came(tpot_ms, 500, 500, costs)
+    for now in (0.0, 1.0):
+        before = sums.spill_ms
+        sums.go_on(now, costs, len(tpots_ms), 1_000)
+    load = Load(
+        running=len(tpots_ms),
+        context_tokens=1_000,
+        legs=1,
+        pace=2.0,
+        token_rate=sums.token_rate,
+        prompt_share=0.7,
+        strictest_tpot_ms=sums.strictest_tpot_ms,
+    )
+    assert node("d", load).limit_left == pytest.approx(sums.spill_ms - before - 0.7)
 
 
 def test_a_prompt_spills_when_the_prefill_node_is_busy_and_not_beyond_the_limit() -> None:
