@@ -187,6 +187,15 @@ class NodeLoad:
         taken = self.prompt_share + self.token_rate * self.per_token_ms
         return 1 - taken - self.step_ms / planned_ms
 
+    def empty_steps(self, tpot_ms: float) -> float:
+        """Return the share of time that empty steps take; `tpot_ms`: where no request names one.
+
+        No other split of roles makes steps quicker: a target that they alone exceed, because the
+        node's machine is busy, counts as the least that may be told.
+        """
+        wanted_ms = self.strictest_tpot_ms or tpot_ms or self.usual_tpot_ms
+        return self.step_ms / max(LEAST_TARGET * self.usual_tpot_ms, wanted_ms)
+
     def has_seats(self, rows: int) -> bool:
         """Return whether so many more rows would decode at once, or half of all seats are free."""
         seats = self.max_num_seqs

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import fsum
 
-from kvrelay.router.node_load import LEAST_TARGET, UNKNOWN, NodeLoad
+from kvrelay.router.node_load import NodeLoad
 from kvrelay.router.nodes.node import Node, NodeKind
-from kvrelay.router.nodes.pool import DRAINS
 from kvrelay.router.request.failures import RunContext
 from kvrelay.router.transport.node_stream import parse_message
 from kvrelay.wire.config import Role
@@ -43,25 +41,16 @@ def work_of(
     of nodes. They count at most as much as served work, so asking in vain moves no nodes.
     """
     decode = loads[Role.DECODE]
+    count = max(1, len(decode))
     # Prompts that decode nodes compute spare prefill nodes some.
     prompts = fsum(load.prompt_share for of in loads.values() for load in of)
     tokens = fsum(load.token_rate * load.per_token_ms for load in decode)
-    token_ms = fsum(load.per_token_ms for load in decode) / max(1, len(decode))
+    token_ms = fsum(load.per_token_ms for load in decode) / count
     prompts += min(prompts, refused[0])
     tokens += min(tokens, refused[1] * token_ms)
-    left = 1 - fsum(_empty_steps(load, tpot_ms) for load in decode) / max(1, len(decode))
+    left = 1 - fsum(load.empty_steps(tpot_ms) for load in decode) / count
     seats = fsum(load.rows / load.max_num_seqs for load in decode if load.max_num_seqs)
     return {Role.PREFILL: prompts, Role.DECODE: max(seats, tokens / left)}, left
-
-
-def _empty_steps(load: NodeLoad, tpot_ms: float) -> float:
-    """Return the share of a decode node's time that its empty steps take.
-
-    No other split makes steps quicker: a target that they alone exceed, because the node's
-    machine is busy, counts as the least that may be told.
-    """
-    wanted_ms = load.strictest_tpot_ms or tpot_ms or load.usual_tpot_ms
-    return load.step_ms / max(LEAST_TARGET * load.usual_tpot_ms, wanted_ms)
 
 
 def use_of(work: Work, up: Mapping[Role, int], left: float) -> Work:
@@ -135,20 +124,18 @@ class RoleChanger:
     async def look(self) -> None:
         if self.ending():
             return
-        context, models = self.context, defaultdict[str, list[Node]](list)
-        for node in context.pool.nodes:
-            if node.kind is NodeKind.KVRELAY and node.model:
-                models[node.model].append(node)
-        config, metrics = context.config, context.metrics
-        least = config.least_prefill, config.least_decode
-        self.models = {name: self.models.get(name) or RolePlanner(*least) for name in models}
+        context, config, metrics = self.context, self.context.config, self.context.metrics
+        pool, least = context.pool, (config.least_prefill, config.least_decode)
+        nodes = [node for node in pool.nodes if node.kind is NodeKind.KVRELAY and node.model]
+        names = dict.fromkeys(node.model for node in nodes)
+        self.models = {name: self.models.get(name) or RolePlanner(*least) for name in names}
         metrics.role_use.clear()
-        for model, nodes in models.items():
-            up = {role: [node for node in nodes if node.up and node.role is role] for role in OTHER}
+        for model, planner in self.models.items():
+            up = {role: pool.up(role, model=model, kind=NodeKind.KVRELAY) for role in OTHER}
             loads = {role: [node.state for node in each] for role, each in up.items()}
             counts = {role: len(each) for role, each in up.items()}
-            bar = "roles are strict" if config.strict_roles else _bar(nodes)
-            planner = self.models[model]
+            bars = (node.unsettled for node in nodes if node.model == model)
+            bar = "roles are strict" if config.strict_roles else next(filter(None, bars), "")
             work = work_of(loads, config.tpot_target_ms, self.refused(model))
             role = planner.look(counts, *work, bar)
             for each, use in planner.use.items():
@@ -159,14 +146,3 @@ class RoleChanger:
                 outcome = "begun" if status == BEGUN else "refused"
                 metrics.role_changes.labels(model, role, outcome).inc()
                 _log.info("roles: %s; %s: %s (%d %s)", planner.why, node.url, outcome, status, said)
-
-
-def _bar(nodes: Sequence[Node]) -> str:
-    """Return why no node of a model can be asked now; empty if one can."""
-    for node in nodes:
-        # One that drains may change its role, as its next health check says.
-        if node.flips_to or (node.reason == DRAINS and node.reported_at < node.since):
-            return f"{node.url} changes its role"
-        if node.up and node.state.costs is UNKNOWN:
-            return f"{node.url} has not said what its steps cost"
-    return ""

@@ -16,8 +16,8 @@ from starlette.responses import Response
 from kvrelay.openai_api.dialects.response_store import IN_MEMORY, ResponseStore
 from kvrelay.openai_api.model_types import ModelCard
 from kvrelay.router.node_load import UNKNOWN
-from kvrelay.router.nodes.node import BreakerState, Node, NodeKind
-from kvrelay.router.nodes.pool import DRAINS, LOOK, Pool
+from kvrelay.router.nodes.node import DRAINS, BreakerState, Node, NodeKind
+from kvrelay.router.nodes.pool import LOOK, Pool
 from kvrelay.router.request.failures import Poison
 from kvrelay.router.timeline import EndedRequest
 from kvrelay.wire.config import Role

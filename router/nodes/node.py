@@ -14,7 +14,7 @@ from math import inf
 
 import msgspec
 
-from kvrelay.router.node_load import NodeLoad, Share
+from kvrelay.router.node_load import UNKNOWN, NodeLoad, Share
 from kvrelay.router.prefix.index import Sent
 from kvrelay.wire.config import Role
 from kvrelay.wire.config_checks import MAX_URL_CHARS, is_base_url, is_loopback
@@ -26,6 +26,7 @@ from kvrelay.wire.versions import LEGS, Versions
 
 __all__ = [
     "DRAINING",
+    "DRAINS",
     "FAILURES_IN_A_ROW",
     "NEW",
     "OPEN_CAP_S",
@@ -46,7 +47,7 @@ __all__ = [
 DRAINING = "draining"
 """The status of a node that takes nothing new and finishes what it has."""
 _SAME_HOST_PLANE = "direct"
-NEW = "not checked yet"
+DRAINS, NEW = "it is draining", "not checked yet"
 FAILURES_IN_A_ROW = 5
 OPEN_CAP_S = 60.0
 
@@ -291,6 +292,15 @@ class Node:
 
     def __post_init__(self) -> None:
         self.state = NodeLoad(self.url)
+
+    @property
+    def unsettled(self) -> str:
+        """Return why roles cannot be reckoned with this node now; empty if they can."""
+        # One that drains may change its role, as its next health check says.
+        if self.flips_to or (self.reason == DRAINS and self.reported_at < self.since):
+            return f"{self.url} changes its role"
+        unknown = self.up and self.state.costs is UNKNOWN
+        return f"{self.url} has not said what its steps cost" if unknown else ""
 
     def note_load(self, load: Load) -> None:
         """Take over a load, unless a figure in it is impossible."""

@@ -20,6 +20,7 @@ from functools import lru_cache
 
 from kvrelay.router.node_load import UNKNOWN, Share
 from kvrelay.router.nodes.node import (
+    DRAINS,
     NEW,
     HealthReport,
     Lease,
@@ -37,10 +38,9 @@ from kvrelay.wire.errors import NoNode, Overloaded
 from kvrelay.wire.step_costs import StepCosts
 from kvrelay.wire.versions import LEGS
 
-__all__ = ["AVOID_S", "DRAINS", "LOOK", "LOST_AFTER_MISSES", "Pool"]
+__all__ = ["AVOID_S", "LOOK", "LOST_AFTER_MISSES", "Pool"]
 
 LOST_AFTER_MISSES = 3
-DRAINS = "it is draining"
 AVOID_S = 30.0
 """Seconds for which two nodes are avoided between which KV did not come."""
 LOOK = "look at the router's /health"

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from router_doubles import until
 
-from kvrelay.router.nodes.node import Lease, Node, NodeSpec, Source
-from kvrelay.router.nodes.pool import DRAINS, Pool
+from kvrelay.router.nodes.node import DRAINS, Lease, Node, NodeSpec, Source
+from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.router import Router
 from kvrelay.router.state import joined_nodes
 from kvrelay.router.workers import parent as parent_module
