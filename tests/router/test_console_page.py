@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 from router_doubles import Call, cluster, decode, event, prefill
 
+from kvrelay.router.node_load import UNKNOWN
 from kvrelay.router.roles import RolePlanner
 from kvrelay.wire.config import Role
 from kvrelay.wire.frames import Frame, FrameKind
+from kvrelay.wire.outputs import Load
+from kvrelay.wire.step_costs import TARGET_USED
 
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -129,6 +132,24 @@ async def test_a_node_is_given_another_role_and_the_last_of_a_role_only_if_one_i
         await dialog.get_by_role("button", name="anyway").press("Enter")
         await page.locator("#nodes tr[data-state=flipping]", has_text=last).wait_for()
         assert other.flips_to == "decode"
+
+
+async def test_loads_limits_and_placements_are_shown() -> None:
+    d = decode(load=Load(legs=1, prompt_share=0.25, strictest_tpot_ms=40.0))
+    async with opened() as page, cluster(prefill(), d) as c:
+
+        async def last(table: str, title: str) -> str:
+            """Return what a table's last row has in the column of this title."""
+            row = page.locator(f"#{table} tbody tr").last
+            await row.wait_for(state="attached")  # an unseen tab has its rows, too
+            titles = await page.locator(f"#{table} thead th").all_text_contents()
+            return str(await row.locator("> *").nth(titles.index(title)).text_content())
+
+        await c.text()
+        await page.goto(f"{c.url}/console#key=operator")
+        assert " price=" in await last("log", "Placed")
+        left = 1 - 0.25 - UNKNOWN.step / (TARGET_USED * 40)
+        assert await last("nodes", "Prompts / left") == f"25 % / {100 * left:.0f} %"
 
 
 async def test_roles_are_shown() -> None:

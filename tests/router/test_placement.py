@@ -228,6 +228,23 @@ def test_a_cancelled_placement_gives_everything_back(
         assert price_parts(each) == pytest.approx(parts, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("prefill", "other", "said"),
+    [
+        ("prefill-0", ("decode-1",) * 2, "prefill-0/decode-1 price=0.41, decode-1 alone 0.77"),
+        ("decode-1", ("prefill-0", "d2"), "decode-1 alone price=0.41, prefill-0/d2 0.77"),
+        ("prefill-0", None, "prefill-0/decode-1 price=0.41"),
+    ],
+)
+def test_a_placement_is_told_with_its_price_and_the_best_other_way(
+    prefill: str, other: tuple[str, str] | None, said: str
+) -> None:
+    way = other and (f"http://{other[0]}", f"http://{other[1]}", 0.768)
+    spills = prefill == "decode-1"
+    placed = Placement(f"http://{prefill}", "http://decode-1", 0.412, way or None, spills)
+    assert str(placed) == said
+
+
 def test_choices_count_as_the_rows_that_they_will_be() -> None:
     request = PlacementRequest(1_000, 800.0, 200.0, 20.0, choices=8)
     source, target = [node("p")], node("d")
