@@ -15,7 +15,7 @@ from kvrelay.wire.errors import RequestError
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.outputs import Finish, Load
 from kvrelay.wire.sampling import SamplingParams
-from kvrelay.wire.transfer import KvTransferParams, Ticket
+from kvrelay.wire.transfer import KV_GROUPS, KvTransferParams, Ticket
 
 __all__ = ["DecodeRequest", "check_ticket"]
 
@@ -39,15 +39,11 @@ def check_ticket(ticket: Ticket, block_size: int) -> None:
             param="kv_transfer_params",
         )
     blocks = -(-ticket.num_tokens // block_size)
-    groups = ticket.remote_block_ids
-    if (
-        len(groups) != 1
-        or len(groups[0]) != blocks
-        or not all(0 < block < _MAX_INT for block in groups[0])
-    ):
+    if ticket.blocks_each() != blocks:
         raise RequestError(
-            f"remote_block_ids must be one list of {blocks} block ids for {ticket.num_tokens} "
-            f"tokens in blocks of {block_size}; the prefill node must have the same block_size",
+            f"remote_block_ids must name {blocks} blocks of each KV group ({KV_GROUPS}) for "
+            f"{ticket.num_tokens} tokens in blocks of {block_size}; the prefill node must have the "
+            f"same block_size",
             param="kv_transfer_params",
         )
     if (

@@ -95,12 +95,11 @@ class Asks:
 
     def cancel(self, request_id: str) -> list[tuple[PeerKey, End]]:
         """Forget an ask; return what to tell its peer. A ticket that comes later is given back."""
-        for ask in [each for each in self._asks.values() if each.request_id == request_id]:
-            del self._asks[ask.message.token]
-        ended = [event for event in self.events if event.request_id == request_id]
+        asks = self._asks.items()
+        self._asks = {token: ask for token, ask in asks if ask.request_id != request_id}
+        tickets = [event.ticket for event in self.events if event.request_id == request_id]
         self.events = [event for event in self.events if event.request_id != request_id]
-        tickets = [event.ticket for event in ended if event.ticket is not None]
-        return [(peer_of(ticket), End(lease_of(ticket), 0)) for ticket in tickets]
+        return [(peer_of(ticket), End(lease_of(ticket), 0)) for ticket in tickets if ticket]
 
     def peer_lost(self, peer: PeerKey, error: KvrelayError) -> None:
         for ask in [each for each in self._asks.values() if each.peer == peer]:
@@ -156,7 +155,6 @@ class Callers:
 
 
 def _fits(ticket: Ticket, ask: _Ask) -> bool:
-    if peer_of(ticket) != ask.peer or ticket.growing or len(ticket.remote_block_ids) != 1:
-        return False
-    most, blocks = len(ask.message.hashes) // HASH_BYTES, ticket.blocks
-    return 0 < len(blocks) <= most and all(0 < block < _MAX_INT for block in blocks)
+    most = len(ask.message.hashes) // HASH_BYTES
+    complete = peer_of(ticket) == ask.peer and not ticket.growing
+    return complete and 0 < ticket.blocks_each() <= most

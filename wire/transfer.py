@@ -22,6 +22,7 @@ from kvrelay.wire.sampling import SamplingDefaults
 from kvrelay.wire.versions import Versions
 
 __all__ = [
+    "KV_GROUPS",
     "SPILL_REFUSED",
     "ChoiceSoFar",
     "Fingerprint",
@@ -35,6 +36,8 @@ __all__ = [
 SPILL_REFUSED = "spill_refused"
 """Code of a 429 to a leg with `spill` whose prompt would delay others."""
 
+KV_GROUPS = 1
+"""KV groups of a model, each with a list of blocks in a ticket."""
 _ID_BYTES = 4
 
 
@@ -62,7 +65,7 @@ class Ticket(Struct, frozen=True, kw_only=True):
 
     remote_engine_id: str = ""
     remote_block_ids: list[list[int]] = []
-    """A list for each KV group, all equally long; a model has one today."""
+    """A list for each KV group, all equally long."""
     remote_request_id: str = ""
     remote_host: str = ""
     remote_port: int = 0
@@ -83,6 +86,14 @@ class Ticket(Struct, frozen=True, kw_only=True):
     def blocks(self) -> list[int]:
         """Return the blocks of all groups, in the order in which they are computed."""
         return [block for row in zip(*self.remote_block_ids, strict=True) for block in row]
+
+    def blocks_each(self) -> int:
+        """Return how many blocks each KV group has; 0 if this cannot be what a source holds."""
+        groups = self.remote_block_ids
+        lengths = {*map(len, groups)}
+        good = len(groups) == KV_GROUPS and len(lengths) == 1
+        good = good and all(0 < block < 1 << 31 for group in groups for block in group)
+        return lengths.pop() if good else 0
 
 
 class Source(Struct, frozen=True):

@@ -29,6 +29,7 @@ from kvrelay.kv_transfer.messages import (
 )
 from kvrelay.kv_transfer.peers import Peers
 from kvrelay.kv_transfer.tickets import asking_refusal, sealed_address
+from kvrelay.wire import transfer
 from kvrelay.wire.transfer import Source, Ticket
 
 NEWEST = msgspec.structs.replace(FINGERPRINT, protocol_newest=2)
@@ -270,6 +271,20 @@ def test_a_ticket_about_something_else_is_given_back(wrong: Ticket) -> None:
     (event,) = asks.events
     assert event.ticket is None
     assert asks.next_deadline() == float("inf")
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_ticket_has_a_list_for_each_group_of_the_reader(
+    monkeypatch: pytest.MonkeyPatch, groups: int
+) -> None:
+    monkeypatch.setattr(transfer, "KV_GROUPS", groups)
+    asks = Asks("")
+    for number, lists in enumerate(([[1]], [[1], [2]], [[1], [2, 3]], [[1], [2], [3]]), 1):
+        asks.begin("r", SOURCE, HASHES[:1], 0, 1.0)
+        asks.answered(PEER, Leased(number, ticket([], remote_block_ids=lists)))
+    assert [each.ticket and each.ticket.blocks for each in asks.events] == [
+        [*range(1, groups + 1)] if number == groups else None for number in (1, 2, 9, 3)
+    ]
 
 
 def test_another_peer_cannot_answer() -> None:
