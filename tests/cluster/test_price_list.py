@@ -108,7 +108,7 @@ def test_a_turn_is_placed_where_the_host_memory_has_the_one_before(tmp_path) -> 
             assert cached_of(answer) >= PROMPT // BLOCK * BLOCK
         counted([warm], "kvrelay_pulls_failed_total", 0)
         # Another node may take it from there.
-        sessions.fill_pools(4_000)
+        sessions.fill_pools(4_050)
         below, reader = warm.health()["kv"]["cache"], sessions.nodes[2]
         params = {"sources": [below | {"tokens": PROMPT}]}
         prompt = sessions.histories[mine[0]][:PROMPT]
