@@ -21,6 +21,7 @@ from kvrelay.router.placement import (
     Wait,
     near,
     place,
+    place_decode,
 )
 from kvrelay.router.placement import shares_of as taken_by
 from kvrelay.wire.announced import Announced
@@ -110,19 +111,26 @@ def test_nothing_is_placed_where_its_kv_cannot_fit(
 ) -> None:
     placed = place(request, prefill, decode, link, spills=spills)
     by_name = {each.name: each for each in (*prefill, *decode)}
+    roomy = [each.name for each in decode if request.kv_tokens <= each.room]
+    linked = [name for name in roomy if link("p0", name) <= LINK_MS]
+    handed = place_decode(request, decode, "p0", link)
+    if isinstance(handed, Placement):
+        assert handed.prefill == "p0"
+        assert handed.decode in (linked or roomy)
+    else:
+        assert not roomy
     if not isinstance(placed, Placement):
         assert isinstance(placed, Wait)
         return
     source, target = by_name[placed.prefill], by_name[placed.decode]
-    assert target in decode
-    assert request.kv_tokens - request.cached.get(target.name, 0) <= target.room
+    assert target.name in roomy
     if source is target:
         assert placed.spills == bool(prefill)
         assert spills or not prefill
     else:
         assert source in prefill
         assert link(source.name, target.name) < math.inf
-        assert request.tokens - request.cached.get(source.name, 0) <= source.room
+        assert request.tokens <= source.room
     if placed.other is not None:
         assert placed.other[2] >= placed.price
 
@@ -139,6 +147,8 @@ def test_the_order_of_nodes_changes_nothing(
 ) -> None:
     shuffled = [sorted(each, key=lambda _: rng.random()) for each in (prefill, decode)]
     assert place(request, prefill, decode, link) == place(request, *shuffled, link)
+    handed = place_decode(request, decode, "p0", link)
+    assert handed == place_decode(request, shuffled[1], "p0", link)
 
 
 @given(requests, loads(), loads(), st.floats(1, 1_000))
