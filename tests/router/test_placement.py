@@ -187,12 +187,14 @@ def test_more_load_never_makes_a_node_cheaper(
 def test_an_idle_node_is_not_passed_over_for_a_busy_one_that_is_equal(
     request: PlacementRequest, busy: Load
 ) -> None:
-    request = replace(request, cached={})
-    placed = place(request, [], [node("d0", busy, pace=1.0), node("d1")])
+    request = replace(request, cached={}, below={}, holder=("", 0, ()))
+    room = {"free_blocks": ROOMY.free_blocks, "total_blocks": ROOMY.total_blocks}
+    loaded = node("d0", busy, pace=1.0, **room)
+    placed = place(request, [], [loaded, node("d1")])
     if busy.running or busy.backlog_ms > 1e-3:
         assert isinstance(placed, Placement)
         assert placed.decode == "d1"
-    placed = place(request, [node("p0", busy, pace=1.0), node("p1")], [node("d0")], spills=False)
+    placed = place(request, [loaded, node("p1")], [node("d")], spills=False)
     if busy.backlog_ms > 1e-3:
         assert isinstance(placed, Placement)
         assert placed.prefill == "p1"
