@@ -16,6 +16,7 @@ import pytest
 from real_cluster import (
     Cluster,
     Process,
+    attentive_model,
     cached_of,
     children,
     complete,
@@ -23,7 +24,6 @@ from real_cluster import (
     text_of,
     ticket_of,
     tiny_body,
-    tiny_model,
     wait_until,
 )
 
@@ -43,7 +43,7 @@ LEASE_S = 1.5
 def cluster(tmp_path_factory):
     """One node for each number of ranks, without a router."""
     folder = tmp_path_factory.mktemp("tp")
-    flags = tiny_model(folder)
+    flags = [*attentive_model(folder, 1024), "--kv-cache-memory-bytes=8MiB"]
     flags += f"--lease-s {LEASE_S} --heartbeat-s 0.3 --max-num-batched-tokens 64".split()
     flags += ["--kv-checksums=1", "--kv-pull=always"]
     ours = Cluster(folder, flags)

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from real_cluster import Cluster, running, tiny_body, tiny_model, wait_until
+from real_cluster import Cluster, attentive_model, running, tiny_body, wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -50,7 +50,7 @@ def text(answer: httpx2.Response) -> Any:
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checked]:
     folder = tmp_path_factory.mktemp("checked")
-    flags = tiny_model(folder, max_position_embeddings=2048, kv_mib=16)
+    flags = [*attentive_model(folder, 2048), "--kv-cache-memory-bytes=16MiB"]
     flags += ["--kv-connector=direct", "--kv-checksums=1", "--lease-s", "30"]
     flags += ["--max-num-batched-tokens=64", "--transfer-deadline-s=60"]
     trigger, fault = folder / "fault", Path(__file__).parent / "kv_fault"
