@@ -143,8 +143,8 @@ class CacheProcess:
             self._engine, self._table.clears = message.engine, message.clears
             self._table.offered.clear()
             self._tell(everything=True)
-            # At once: until a node hears of all its resets, the end of its engine is its own. And a
-            # first use of a GPU takes seconds.
+            # At once, because a first use of a GPU takes seconds: until a node hears that we have
+            # followed all its resets, it ends with its engine.
             self._report(time.monotonic())
             self._connector.meet(message.engine)
             return
@@ -244,7 +244,7 @@ class CacheProcess:
             self._store.to_write += pull.names[: len(sums)]
 
     def _end_pull(self, pull: _Pull, sums: Sequence[bytes] = (), *, failed: bool = False) -> None:
-        """Keep blocks with checksums. A failed pull's are asked for again, after others.
+        """Keep blocks with checksums. Blocks of a failed pull are asked for again, after others.
 
         Otherwise the first block that did not come is asked for no more.
         """

@@ -41,7 +41,7 @@ def check_ticket(ticket: Ticket, block_size: int) -> None:
     blocks = -(-ticket.num_tokens // block_size)
     if ticket.blocks_each() != blocks:
         raise RequestError(
-            f"remote_block_ids must name {blocks} blocks of each KV group ({KV_GROUPS}) for "
+            f"remote_block_ids must be {KV_GROUPS} list of {blocks} block numbers for "
             f"{ticket.num_tokens} tokens in blocks of {block_size}; the prefill node must have the "
             f"same block_size",
             param="kv_transfer_params",

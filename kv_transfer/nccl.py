@@ -142,7 +142,7 @@ class NcclBackend:
     def close(self) -> None:
         """Hang up everywhere. A hung communicator keeps its staging, never the pool.
 
-        What has not ended after JOIN_S of sockets.py goes on alone.
+        A pair or thread that has not ended in time goes on alone.
         """
         self._control.close()
 

@@ -37,9 +37,9 @@ Socket = zmq.Socket[bytes]
 
 # Messages taken from one socket before the others get their turn.
 BURST = 256
-# How long farewells may take when we close, and all of a close: a connector's promises a second, and
-# joins two threads.
+# How long farewells may take when we close.
 LINGER_MS = 100
+# The most that a close waits for its thread; a connector closes two, within a second.
 JOIN_S = 0.4
 # What CURVE adds to a message under zmq's size limit.
 CURVE_OVERHEAD_BYTES = 33

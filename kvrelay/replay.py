@@ -92,7 +92,7 @@ def run(
     columns = [[*(("found", *_RUNGS) if traced else ()), *times, "refused"]]
     if not traced:
         table.add_column("then", justify="right")
-        columns.append(_times(streams))
+        columns.append([*_times(streams)[:-1], f"{len(whole.refused)}"])
     for policy, tier in product(policies, tiers):
         copies = [Stream(one.at, one.prompt, one.output, one.blocks) for one in streams]
         below = _tokens_below(card, tier)

@@ -41,7 +41,7 @@ class CacheStats(msgspec.Struct, tag=True):
     clears: int = 0
     """Resets that were told, and followed."""
     engine: str = ""
-    """Generation of the last engine of Attach: all blocks were told since."""
+    """Generation of the engine in the last Attach; all blocks were told after it."""
     host: TierStats = msgspec.field(default_factory=TierStats)
     store: TierStats = msgspec.field(default_factory=TierStats)
 

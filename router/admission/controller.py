@@ -75,11 +75,14 @@ class AdmissionController:
     def slo(
         self, caller: Caller, ttft_s: float | None, tpot_s: float | None, prompt_tokens: int
     ) -> Slo:
-        """Return a request's targets: its headers', else its key's, else the router's."""
+        """Return a request's targets: its headers', else its key's, else the router's.
+
+        A header's time per token counts only if it is stricter.
+        """
         ttft_ms, per_token_ms, tpot_ms = (
             getattr(caller, name) or getattr(self.config, name) for name in _TARGETS
         )
-        # An operator's time per token is a promise: a client's laxer one is no reason to break it.
+        # An operator's time per token is a promise: no client's laxer one breaks it.
         tpots = [each for each in (tpot_s, tpot_ms / 1e3) if each]
         own_s = (ttft_ms + per_token_ms * prompt_tokens) / 1e3
         return Slo(ttft_s or own_s or None, min(tpots, default=None))

@@ -335,7 +335,7 @@ def test_an_engine_that_has_lost_what_it_told_costs_nothing_else(world: World) -
 def test_a_node_hears_of_its_process_before_that_meets_the_engine(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A first use of a GPU takes seconds: if the engine ended meanwhile, the node would, too."""
+    """A first use of a GPU takes seconds, and a node that has not heard ends with its engine."""
     host, heard = world.host(), list[int]()
 
     def meet(_engine: Source) -> bool:

@@ -139,7 +139,7 @@ def test_a_reset_through_the_router_leaves_nothing_to_find_or_to_pull(sessions: 
     sessions.tell_other("drain")
     sessions.turn(1_010)
     wait_until(lambda: warm.metric(STORED) >= before + PROMPT // BLOCK, "all is stored")
-    sessions.fill_pools(5_000, warm, reader)
+    sessions.fill_pools(5_030, warm, reader)
     sessions.turn(1_020)  # whose answer the decode node alone has
     wait_told(router)
     asked = list[tuple[list[int], list[int]]]()

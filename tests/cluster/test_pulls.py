@@ -285,13 +285,17 @@ def failing(cluster: Cluster) -> Process:
     return node
 
 
+def take_role(node: Process, role: str) -> None:
+    order = httpx2.post(f"{node.url}/admin/role", json={"role": role}, timeout=60)
+    assert order.is_success, order.text
+    wait_until(lambda: (node.health() or {}).get("role") == role, "it has the role")
+
+
 @pytest.mark.parametrize(("role", "name"), [("prefill", 80), ("decode", 82)])
 def test_a_node_takes_a_whole_turn_from_another_of_its_role(
     cluster: Cluster, decode: Process, failing: Process, role: str, name: int
 ) -> None:
-    order = httpx2.post(f"{failing.url}/admin/role", json={"role": role}, timeout=60)
-    assert order.is_success, order.text
-    wait_until(lambda: (failing.health() or {}).get("role") == role, "it has the role")
+    take_role(failing, role)
     (source,), tokens = cluster.of(role), "kvrelay_pulled_tokens_total"
     before, turn = failing.metric(tokens), turn_on(source, name)
     named, told = source.as_source(WHOLE), {"include_metrics": True}
@@ -314,6 +318,7 @@ def test_a_fetch_that_fails_ends_the_request_and_is_counted(
     cluster: Cluster, prefill: Process, failing: Process
 ) -> None:
     """Follow, as a third party's proxy does, the ticket of a node that has died since."""
+    take_role(failing, "decode")
     short, long = ids(250, 40), ids(251, 500)
     complete(failing.url, short, kv_transfer_params=ticket_of(prefill, short))
     ticket = ticket_of(prefill, long)

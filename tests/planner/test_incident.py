@@ -90,7 +90,7 @@ def test_the_command_replays_with_other_nodes_and_another_policy(
     assert "1P2D, 2 requests" in out
     then, now = re.findall(r"TTFT p50, ms .* ([\d.]+) .* ([\d.]+)", out)[0]
     assert float(then) == 50.0 > float(now) > 0
-    assert re.search(r"refused +│ +0 │ +0 │", out)
+    assert re.search(r"refused +│ +1 │ +0 │", out)
     assert (
         "1 requests that were refused then, with about 700 tokens of prompts, and 1 that began"
         in out

@@ -253,7 +253,7 @@ def test_a_placement_is_told_with_its_price_and_the_best_other_way(
 ) -> None:
     way = other and (f"http://{other[0]}", f"http://{other[1]}", 0.768)
     spills = prefill == "decode-1"
-    placed = Placement(f"http://{prefill}", "http://decode-1", 0.412, way or None, spills)
+    placed = Placement(f"http://{prefill}", "http://decode-1", 0.412, way, spills)
     assert str(placed) == said
 
 
