@@ -48,6 +48,8 @@ TINY = {
     "eos_token_id": 1,
     "torch_dtype": "float32",
 }
+# The likeliest tokens are mostly the same with foreign KV; drawn ones are not.
+DRAWN = {"temperature": 1, "seed": 5}
 _TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
 
 
@@ -64,7 +66,7 @@ def tiny_model(folder: Path, max_position_embeddings: int = 1024, *, kv_mib: int
     return [*flags, "--kv-cache-memory-bytes", str(kv_mib << 20)]
 
 
-def attentive_model(folder: Path, max_position_embeddings: int) -> list[str]:
+def attentive_model(folder: Path, max_position_embeddings: int, *, kv_mib: int) -> list[str]:
     """Write such a model whose tokens depend on every block of its KV, with a chat template.
 
     Dummy weights are so small that a model of this size hardly attends: a foreign block changed the
@@ -92,7 +94,8 @@ def attentive_model(folder: Path, max_position_embeddings: int) -> list[str]:
     backend = byte_tokenizer(model / "config.json").backend
     backend.decoder = ByteLevel()
     backend.save(str(model / "tokenizer.json"))
-    return ["--model", str(model), "--device=cpu", "--threads=1"]
+    flags = ["--model", str(model), "--device=cpu", "--threads=1"]
+    return [*flags, "--kv-cache-memory-bytes", str(kv_mib << 20)]
 
 
 def tiny_body(prompt: Any = "hello", **fields: Any) -> dict[str, Any]:

@@ -43,7 +43,7 @@ LEASE_S = 1.5
 def cluster(tmp_path_factory):
     """One node for each number of ranks, without a router."""
     folder = tmp_path_factory.mktemp("tp")
-    flags = [*attentive_model(folder, 1024), "--kv-cache-memory-bytes=8MiB"]
+    flags = attentive_model(folder, 1024, kv_mib=8)
     flags += f"--lease-s {LEASE_S} --heartbeat-s 0.3 --max-num-batched-tokens 64".split()
     flags += ["--kv-checksums=1", "--kv-pull=always"]
     ours = Cluster(folder, flags)

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from real_cluster import complete, running, tiny_body, tiny_model
+from real_cluster import DRAWN, complete, running, tiny_body, tiny_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_is_lost")]
 
@@ -26,7 +26,7 @@ def cluster(tmp_path_factory):
 
 
 def asked(url: str, prompt=PROMPT, **fields) -> Any:
-    return complete(url, prompt, **{"temperature": 1, "seed": 5} | fields)
+    return complete(url, prompt, **DRAWN | fields)
 
 
 def choices(answer: dict) -> list[tuple]:
@@ -90,7 +90,7 @@ def test_choices_with_logprobs_outlive_their_decode_node(cluster):
     """Killed in the middle of three choices; each goes on elsewhere, and nobody could tell."""
     fields = {"n": 3, "logprobs": 1, "max_tokens": 200, "stream_options": {"include_usage": True}}
     whole, texts = streamed(cluster.url, **fields)
-    body = tiny_body(PROMPT, temperature=1, seed=5, stream=True, **fields)
+    body = tiny_body(PROMPT, stream=True, **DRAWN, **fields)
     victim, chunks = None, []
     try:
         with httpx2.stream(

@@ -50,7 +50,7 @@ def text(answer: httpx2.Response) -> Any:
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checked]:
     folder = tmp_path_factory.mktemp("checked")
-    flags = [*attentive_model(folder, 2048), "--kv-cache-memory-bytes=16MiB"]
+    flags = attentive_model(folder, 2048, kv_mib=16)
     flags += ["--kv-connector=direct", "--kv-checksums=1", "--lease-s", "30"]
     flags += ["--max-num-batched-tokens=64", "--transfer-deadline-s=60"]
     trigger, fault = folder / "fault", Path(__file__).parent / "kv_fault"

@@ -38,8 +38,7 @@ PREFILL = ["--kv-cache-memory-bytes", str(7 << 19)]
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pipelined")
-    flags = attentive_model(folder, 8192)
-    flags += f"--kv-cache-memory-bytes {16 << 20} --max-num-batched-tokens 16".split()
+    flags = [*attentive_model(folder, 8192, kv_mib=16), "--max-num-batched-tokens=16"]
     flags += [*SHORT_LEASE, "--no-enable-prefix-caching"]
     with running(folder, prefill=2, decode=2, flags=flags, prefill_flags=PREFILL) as ours:
         yield ours

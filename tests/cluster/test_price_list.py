@@ -11,6 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 from real_cluster import (
+    DRAWN,
     Cluster,
     Process,
     attentive_model,
@@ -26,8 +27,6 @@ from real_cluster import (
 pytestmark = pytest.mark.cluster
 
 BLOCK, PROMPT = 16, 1800
-# Other KV would be another answer.
-ASKED = {"temperature": 1, "seed": 5, "return_token_ids": True}
 STORED = "kvrelay_tier_host_stored_blocks_total"
 
 
@@ -55,7 +54,7 @@ class Sessions:
         return placed, answer
 
     def ask(self, prompt: list[int]) -> tuple[str, Any]:
-        answer = complete(self.cluster.url, prompt, **ASKED)
+        answer = complete(self.cluster.url, prompt, return_token_ids=True, **DRAWN)
         line = re.compile(rf"id={answer['id'].removeprefix('cmpl-')} .*placed='([^']*)'")
         log = self.cluster.router.log  # type: ignore[union-attr]
         wait_until(lambda: line.search(log.read_text()), "its log line")
@@ -87,7 +86,7 @@ class Sessions:
 def sessions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sessions]:
     folder = tmp_path_factory.mktemp("prices")
     # 255 blocks: two sessions. Computing one costs more than the noise of a busy machine.
-    flags = [*attentive_model(folder, 2048), "--kv-cache-memory-bytes=2MiB"]
+    flags = attentive_model(folder, 2048, kv_mib=2)
     cluster = Cluster(folder, flags)
     try:
         yield Sessions(cluster, flags)

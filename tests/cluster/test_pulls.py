@@ -14,6 +14,7 @@ from typing import Any
 import httpx2
 import pytest
 from real_cluster import (
+    DRAWN,
     Cluster,
     Process,
     attentive_model,
@@ -36,14 +37,12 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_is_lost")]
 BLOCK = 16
 # A prompt of 100 tokens and an answer of 80, of which the last has no KV.
 WHOLE = (100 + 79) // BLOCK * BLOCK
-# The likeliest tokens are the same with foreign KV; drawn ones are not.
-DRAWN = {"temperature": 1, "seed": 5}
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pulls")
-    flags = [*attentive_model(folder, 2048), "--kv-cache-memory-bytes=4MiB"]
+    flags = attentive_model(folder, 2048, kv_mib=4)
     with running(
         folder,
         flags=[*flags, "--kv-pull=always", "--transfer-deadline-s=2"],

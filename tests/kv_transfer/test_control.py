@@ -143,7 +143,7 @@ def test_another_secret_or_none_is_told_at_once_with_the_remedy(theirs: str, our
 
 
 def test_a_socket_has_its_linger_before_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its connections keep the value of then: a reply to one that is gone would wait for good."""
+    """A connection keeps the value of that moment; without one a lost reply would wait for good."""
     seen, listen = list[int](), sockets.listen
 
     def bound(listener: zmq.Socket[Any], host: str, port: int) -> int:

@@ -62,11 +62,10 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     Raises RuntimeError if the cluster does not even start, or answers wrongly without faults, or if
     a kind was asked for that cannot be done here.
     """
-    flags = f"""--max-num-seqs 256 --lease-s {LEASE_S} --tool-call-parser hermes
-        --kv-cache-memory-bytes {options.pool_mib << 20}"""
+    flags = f"--max-num-seqs 256 --lease-s {LEASE_S} --tool-call-parser hermes"
     cluster = Cluster(
         folder,
-        [*attentive_model(folder, CONTEXT), *flags.split()],
+        [*attentive_model(folder, CONTEXT, kv_mib=options.pool_mib), *flags.split()],
         [f"--drain-deadline-s={_DRAIN_S:g}", *(["--strict-roles"] if options.rolling else [])],
         Shim(folder),
     )

@@ -42,12 +42,14 @@ class Stand:
     def __init__(self, folder: Path, flags: Sequence[str] = ()) -> None:
         self.keys = {name: secrets.token_hex() for name in ("user", "admin", "node")} | {"": ""}
         (self.heartbeat_port,) = free_ports(1)
-        node = f"""--kv-cache-memory-bytes {16 << 20} --lease-s {LEASE_S}
+        node = f"""--lease-s {LEASE_S}
             --router udp://127.0.0.1:{self.heartbeat_port} --enable-lora --allow-runtime-lora
             --tool-call-parser hermes --request-deadline-s 50"""
         router = f"--heartbeat-port {self.heartbeat_port} --workers 2 --strict-roles"
         self.cluster = Cluster(
-            folder, [*attentive_model(folder, CONTEXT), *node.split(), *flags], router.split()
+            folder,
+            [*attentive_model(folder, CONTEXT, kv_mib=16), *node.split(), *flags],
+            router.split(),
         )
         self.secret = self.cluster.secret
         key = {"KVRELAY_NODE_API_KEY": self.keys["node"]}
