@@ -22,14 +22,13 @@ from kvrelay.kv_transfer.fetch import NEVER
 from kvrelay.kv_transfer.messages import End, LeaseCached, Leased
 from kvrelay.kv_transfer.tickets import asking_refusal
 from kvrelay.wire.errors import Incompatible, KvrelayError, TransferTimeout
-from kvrelay.wire.transfer import Source, Ticket
+from kvrelay.wire.transfer import MAX_POOL_BLOCKS, Source, Ticket
 
 __all__ = ["MOST_ASKED", "NOT_HELD", "Asks", "Callers"]
 
 HASH_BYTES = 16
 MOST_ASKED = 60_000
 """Blocks in an ask; their hashes fill a message."""
-_MAX_INT = 1 << 31
 _MOST_OF_A_CALLER = 64  # asks that the step loop has not answered
 NOT_HELD = "NotHeld"
 """A cause: the peer has no such block."""
@@ -135,8 +134,8 @@ class Callers:
         refused = ""
         if not 0 < len(ask.hashes) <= MOST_ASKED * HASH_BYTES or len(ask.hashes) % HASH_BYTES:
             refused = f"{len(ask.hashes)} bytes are no hashes of 1 to {MOST_ASKED} blocks"
-        if not 0 <= ask.first < _MAX_INT:
-            refused = f"first is {ask.first}, and blocks have numbers up to {_MAX_INT}"
+        if not 0 <= ask.first < MAX_POOL_BLOCKS:
+            refused = f"first is {ask.first}, and blocks have numbers up to {MAX_POOL_BLOCKS}"
         if sum(caller == each for each, _ in self._asked.values()) >= _MOST_OF_A_CALLER:
             refused = f"{_MOST_OF_A_CALLER} asks of yours wait; ask again later"
         if refused:

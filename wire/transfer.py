@@ -23,6 +23,7 @@ from kvrelay.wire.versions import Versions
 
 __all__ = [
     "KV_GROUPS",
+    "MAX_POOL_BLOCKS",
     "SPILL_REFUSED",
     "ChoiceSoFar",
     "Fingerprint",
@@ -38,6 +39,8 @@ SPILL_REFUSED = "spill_refused"
 
 KV_GROUPS = 1
 """KV groups of a model, each with a list of blocks in a ticket."""
+MAX_POOL_BLOCKS = 1 << 31
+"""No pool has so many; their numbers are below it."""
 _ID_BYTES = 4
 
 
@@ -92,7 +95,7 @@ class Ticket(Struct, frozen=True, kw_only=True):
         groups = self.remote_block_ids
         lengths = {*map(len, groups)}
         good = len(groups) == KV_GROUPS and len(lengths) == 1
-        good = good and all(0 < block < 1 << 31 for group in groups for block in group)
+        good = good and all(0 < block < MAX_POOL_BLOCKS for group in groups for block in group)
         return lengths.pop() if good else 0
 
 
