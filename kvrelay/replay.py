@@ -92,12 +92,13 @@ def run(
     columns = [[*(("found", *_RUNGS) if traced else ()), *times, "refused"]]
     if not traced:
         table.add_column("then", justify="right")
-        columns.append([*_times(streams)[:-1], f"{len(whole.refused)}"])
+        columns.append([*_times(streams), f"{len(whole.refused)}"])
     for policy, tier in product(policies, tiers):
         copies = [Stream(one.at, one.prompt, one.output, one.blocks) for one in streams]
         below = _tokens_below(card, tier)
         result = simulate(copies, replace(setting, policy=policy, below=below))
-        columns.append([*(_found(result) if traced else ()), *_times(copies)])
+        refused = sum(stream.refused for stream in copies)
+        columns.append([*(_found(result) if traced else ()), *_times(copies), f"{refused}"])
         sizes = map(gib, (tier.kv_host_memory, tier.kv_store_size))
         name = "\n{} host\n{} store".format(*sizes) if traced else ""
         table.add_column(policy + name, justify="right")
@@ -137,8 +138,7 @@ def _times(streams: Streams) -> list[str]:
     answered = [stream for stream in streams if stream.answered]
     ttft = [stream.ttft for stream in answered]
     tpot = [stream.tpot for stream in answered if stream.output > 1]
-    times = [f"{percentile(each, share):,.1f}" for each in (ttft, tpot) for share in _SHARES]
-    return [*times, f"{sum(stream.refused for stream in streams)}"]
+    return [f"{percentile(each, share):,.1f}" for each in (ttft, tpot) for share in _SHARES]
 
 
 def _left_out(whole: Incident, replayed: Incident) -> Iterator[str]:
